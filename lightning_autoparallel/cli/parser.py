@@ -1,0 +1,96 @@
+"""The argument parser: recipe names for `--config`, and errors that say which key was meant."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from typing import Any, NoReturn
+
+from jsonargparse import ActionConfigFile, ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_autoparallel.cli.recipes import find_config
+from lightning_autoparallel.errors import ConfigError
+
+LINKED_KEY = "trainer.strategy"
+USE_STRATEGY_SECTION = (
+    f"{LINKED_KEY} cannot be set: this command always trains with AutoParallelStrategy. Its arguments belong in the "
+    "top-level `strategy:` section of the config (mesh, plan, compile, ...), or on the command line as `--strategy.KEY`"
+)
+CONFIG_AFTER_SUBCOMMAND = "\nGive --config after the subcommand: `lightning-autoparallel fit --config RECIPE`"
+MIN_SIMILARITY = 0.6
+
+# How jsonargparse and argparse name an unknown key; the tests fail when a new version words it otherwise.
+UNKNOWN_KEY = re.compile(r"(?:does not accept option '|Option '|unrecognized arguments: --)(?P<key>[^'\s=]+)")
+CLASS_OF_KEY = re.compile(r"Problem with given class_path '(?P<path>[^']+)'")
+
+
+class RecipeConfigFile(ActionConfigFile):
+    """A `--config` option that also takes the name of a packaged recipe."""
+
+    @staticmethod
+    def apply_config(parser: ArgumentParser, cfg: Any, dest: str, value: str) -> None:
+        """Read the config `value` names into `cfg`; ends the program with status 2 if there is none."""
+        try:
+            path = find_config(value)
+        except ConfigError as error:
+            parser.error(str(error))
+        ActionConfigFile.apply_config(parser, cfg, dest, path)
+
+
+class AutoParallelArgumentParser(LightningArgumentParser):
+    """LightningCLI's parser; an unknown key is an error that names the nearest known one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # a key cut short is a mistake, not an abbreviation: with another version it may mean another key
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print `message` with a hint at the cause and end the program with status 2."""
+        parser = getattr(ex, "subcommand_parser", None) or self
+        super().error(explain(message, _known_keys(parser)), ex)
+
+
+def explain(message: str, known: Iterable[str]) -> str:
+    """`message` of the parser, with the nearest of the `known` keys if it complains of an unknown one."""
+    if message.startswith(USE_STRATEGY_SECTION):
+        return message
+    if LINKED_KEY in message:
+        return USE_STRATEGY_SECTION
+    found = UNKNOWN_KEY.search(message)
+    if found is None:
+        return message
+    if "before subcommand" in message:
+        return message + CONFIG_AFTER_SUBCOMMAND
+    owner = CLASS_OF_KEY.search(message)
+    near = nearest(found["key"], _parameters_of(owner["path"]) if owner else known)
+    return f"{message}\nDid you mean '{near}'?" if near else message
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key most like `key` or the start of it, or None if none is like it.
+
+    Starts count because what follows a misspelt part is unknown too: `strategy.mseh.tp` means `strategy.mesh`.
+    """
+    names = set(known)
+    parts = key.split(".")
+    starts = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    pairs = [(start, name) for start in starts if start not in names for name in sorted(names)]
+    scored = [(SequenceMatcher(None, start, name).ratio(), name) for start, name in pairs]
+    score, name = max(scored, default=(0.0, ""), key=lambda pair: pair[0])
+    return name if score >= MIN_SIMILARITY else None
+
+
+def _known_keys(parser: LightningArgumentParser) -> set[str]:
+    keys = set(parser.get_defaults(skip_validation=True).keys())
+    sections = {key.rpartition(".")[0] for key in keys} - {""}
+    return (keys | sections) - {LINKED_KEY}
+
+
+def _parameters_of(class_path: str) -> list[str]:
+    cls = pydoc.locate(class_path)  # imported by the parser already, or there would be another error
+    return list(inspect.signature(cls).parameters) if isinstance(cls, type) else []

@@ -1,0 +1,119 @@
+"""Frozen, validated settings; nothing here touches a process group or a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from lightning_autoparallel.errors import ConfigError
+
+MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
+PLANS = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """The axes of the device mesh and their sizes, outermost first; one size may be -1.
+
+    Raises:
+        ConfigError: an unknown or reserved axis, a size that is neither positive nor -1, or two sizes of -1.
+    """
+
+    axes: tuple[tuple[str, int], ...] = (("dp_shard", -1),)
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise ConfigError("mesh {} has no axis: name at least one, for example {dp_shard: -1}")
+        for name, size in self.axes:
+            _check_axis(name, size)
+        if sum(size == -1 for _, size in self.axes) > 1:
+            raise ConfigError(f"mesh {self} has more than one -1: only one axis can be inferred from the world size")
+
+    @classmethod
+    def from_mapping(cls, mesh: Mapping[str, int] | MeshSpec) -> MeshSpec:
+        """The spec of ``{"dp_replicate": 2, "dp_shard": -1}``, in the order written."""
+        if isinstance(mesh, MeshSpec):
+            return mesh
+        return cls(axes=tuple(mesh.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Axis sizes, outermost first; -1 while unresolved."""
+        return tuple(size for _, size in self.axes)
+
+    def resolve(self, world_size: int) -> MeshSpec:
+        """The same mesh with -1 replaced, so that the sizes multiply to ``world_size`` processes.
+
+        Raises:
+            ConfigError: the sizes cannot multiply to ``world_size``.
+        """
+        known = math.prod(size for size in self.sizes if size != -1)
+        if -1 not in self.sizes:
+            if known != world_size:
+                raise ConfigError(
+                    f"mesh {self} needs {known} processes, Trainer started {world_size}: "
+                    f"set devices={known} or {self._last_dp_axis()}=-1"
+                )
+            return self
+        if world_size % known:
+            raise ConfigError(
+                f"mesh {self} cannot be filled: {world_size} processes do not divide by {known}; "
+                f"start a multiple of {known} processes or change the sizes"
+            )
+        return MeshSpec(axes=tuple((name, world_size // known if size == -1 else size) for name, size in self.axes))
+
+    def _last_dp_axis(self) -> str:
+        data_parallel = [name for name in self.names if name.startswith("dp_")]
+        return data_parallel[-1] if data_parallel else self.names[0]
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{name}: {size}" for name, size in self.axes) + "}"
+
+
+def _check_axis(name: str, size: int) -> None:
+    if name in RESERVED_AXES:
+        raise ConfigError(f"mesh axis '{name}' is reserved: {RESERVED_AXES[name]}")
+    if name not in MESH_AXES:
+        nearest = get_close_matches(name, MESH_AXES, n=1)
+        hint = f"did you mean '{nearest[0]}'?" if nearest else f"axes are {', '.join(MESH_AXES)}"
+        raise ConfigError(f"unknown mesh axis '{name}': {hint}")
+    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        raise ConfigError(f"mesh axis '{name}' has size {size!r}: give a positive number of processes, or -1 for one axis")
+
+
+def check_plan(plan: str) -> str:
+    """The plan's name, if it is one.
+
+    Raises:
+        ConfigError: an unknown plan.
+    """
+    if plan not in PLANS:
+        nearest = get_close_matches(str(plan), PLANS, n=1)
+        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+        raise ConfigError(f"unknown plan {plan!r}: plans are {', '.join(map(repr, PLANS))}{hint}")
+    return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the pipeline needs to know besides the step, the mesh and the batch."""
+
+    plan: str = "fsdp"
+    reshard_after_forward: bool = True
+    compile: bool = True
+    max_captures: int = 8
+    dump_dir: str | None = None
+    disabled_passes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_plan(self.plan)
+        if self.max_captures < 1:
+            raise ConfigError(f"max_captures={self.max_captures}: at least one capture is needed to train")

@@ -1,0 +1,185 @@
+"""The values handed from stage to stage, each frozen and printable; the flow is in ``pipeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import TreeSpec
+
+InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
+OutputKind = Literal["output", "log", "buffer", "gradient"]
+Placements = tuple[Placement, ...]  # one per plan axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphInput:
+    """One placeholder of a graph: what it stands for, and for batch leaves whether dim 0 is the batch."""
+
+    kind: InputKind
+    name: str
+    batched: bool = False
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOutput:
+    """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs."""
+
+    kind: OutputKind
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedGraph:
+    """The step as one joint graph of the *global* program: placeholders and nodes carry global shapes."""
+
+    name: str
+    graph_module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    output_spec: TreeSpec
+    static_outputs: Mapping[int, Any] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    has_backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAxis:
+    """Mesh axes that a plan always treats alike, as one axis: the group of their flattened mesh."""
+
+    mesh_axes: tuple[str, ...]
+    size: int
+    rank: int
+    group_name: str
+
+    @property
+    def name(self) -> str:
+        """The mesh axes in order, joined by a comma: the key of every report."""
+        return ",".join(self.mesh_axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlacement:
+    """Placements a node computes with: one entry per tensor argument, one per output (None: not a tensor)."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """A placement for every node of one captured graph, and for every parameter its storage placement."""
+
+    name: str
+    axes: tuple[PlanAxis, ...]
+    nodes: Mapping[str, NodePlacement]
+    parameters: Mapping[str, Placements]
+    outputs: tuple[Placements | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedGraph:
+    """The joint graph each rank runs: local shapes, collectives written out."""
+
+    name: str
+    graph_module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    output_placements: tuple[Placements | None, ...]
+    axes: tuple[PlanAxis, ...]
+    has_backward: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionedGraph:
+    """The sharded graph split in two; ``backward`` takes the saved values, then the tangents.
+
+    ``saved`` names the forward values that the backward reads, inputs of the forward graph included.
+    """
+
+    sharded: ShardedGraph
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[str, ...]
+
+
+GraphCallable = Callable[..., Any]  # takes a list of tensors, returns a list or tuple of tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCount:
+    """Launches and bytes (of the larger side, per rank) of one kind of collective on one set of axes."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: CollectiveCount) -> CollectiveCount:
+        return CollectiveCount(count=self.count + other.count, size_bytes=self.size_bytes + other.size_bytes)
+
+
+CollectiveTable = Mapping[str, Mapping[str, CollectiveCount]]  # kind -> axes -> count
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassReport:
+    """What one pass did to one graph, collectives counted before and after."""
+
+    name: str
+    graph: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    before: CollectiveTable
+    after: CollectiveTable
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What was planned for one captured step; counts come from the final graphs (predicted, not measured)."""
+
+    graph: str
+    mesh: Mapping[str, int]
+    plan: str
+    timings_s: Mapping[str, float]
+    collectives: Mapping[str, CollectiveTable]  # "forward" | "backward" | "inference"
+    saved_bytes: int
+    parameters_bytes: int
+    passes: tuple[PassReport, ...] = ()
+    predicted_peak_bytes: int | None = None
+
+    def launches(self) -> dict[str, int]:
+        """Collectives of one step by mesh axes, forward and backward together."""
+        total: dict[str, int] = {}
+        for table in self.collectives.values():
+            for per_axes in table.values():
+                for axes, counted in per_axes.items():
+                    total[axes] = total.get(axes, 0) + counted.count
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """Two callables and what is needed to call them; ``compile.step`` runs it under autograd."""
+
+    partitioned: PartitionedGraph
+    forward: GraphCallable
+    backward: GraphCallable | None
+    captured: CapturedGraph
+    constants: tuple[Tensor, ...]
+    report: PlanReport
+    has_random_ops: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the step's values live on."""
+        for node in self.partitioned.forward.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                return value.device
+        return torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Questions about graph nodes, asked in one place."""

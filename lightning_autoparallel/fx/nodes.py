@@ -1,0 +1,129 @@
+"""The only ``is_all_gather``, ``is_wait``, ``group_of``, ``is_backward`` ... of the package."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_autoparallel.contracts import CollectiveCount
+from lightning_autoparallel.torch_compat import collectives
+
+aten = torch.ops.aten
+
+_KINDS = {
+    collectives.ALL_GATHER: "all_gather",
+    collectives.REDUCE_SCATTER: "reduce_scatter",
+    collectives.ALL_REDUCE: "all_reduce",
+    collectives.ALL_TO_ALL: "all_to_all",
+    collectives.BROADCAST: "broadcast",
+}
+_RANDOM_FACTORIES = {
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+}
+_RANDOM_OPS = _RANDOM_FACTORIES | {
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.multinomial.default,
+    aten.randperm.default,
+    aten.normal.Tensor_Tensor,
+    aten.poisson.default,
+    aten.native_dropout.default,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+}
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, or None."""
+    return _KINDS.get(node.target)  # type: ignore[call-overload]
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a collective."""
+    return node.target is collectives.WAIT
+
+
+def group_of(node: fx.Node) -> str:
+    """The process group name of a collective: always its last argument."""
+    return str(node.args[-1])
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node twice gives two results."""
+    return node.target in _RANDOM_OPS
+
+
+def is_random_factory(node: fx.Node) -> bool:
+    """Whether the node draws a tensor out of nothing but a shape."""
+    return node.target in _RANDOM_FACTORIES
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node picks one result of a multi-output operator."""
+    return node.target is operator.getitem
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the node was traced while autograd ran backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def custom(node: fx.Node, key: str) -> Any:
+    """An annotation made during capture (``module``, ``source``, ``checkpoint_region``), or None."""
+    return (node.meta.get("custom") or {}).get(key)
+
+
+def describe(node: fx.Node) -> str:
+    """``mul_7 (model.py:88)``: the node and the user's line, as errors name it."""
+    source = custom(node, "source")
+    return f"{node.name} ({source})" if source else node.name
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The node's tensor arguments in the order of its call, repeated ones repeated."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda argument: found.append(argument))
+    return found
+
+
+def values(node: fx.Node) -> list[Tensor | None]:
+    """The fake tensors a node results in; non-tensors are None."""
+    value = node.meta.get("val")
+    items = list(value) if isinstance(value, (tuple, list)) else [value]
+    return [item if isinstance(item, Tensor) else None for item in items]
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of a dense tensor of this shape and dtype."""
+    return math.prod(tensor.shape) * tensor.element_size()
+
+
+def collective_size_bytes(node: fx.Node) -> int:
+    """Bytes per rank of the larger side of a collective: the gathered, or the not yet scattered, tensor."""
+    sides = [value for value in (node.meta["val"], node.args[0].meta["val"]) if isinstance(value, Tensor)]  # type: ignore[union-attr]
+    return max(size_bytes(side) for side in sides)
+
+
+def collectives_of(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The graph's collectives in order."""
+    return (node for node in graph.nodes if node.op == "call_function" and collective_kind(node))
+
+
+def count_collectives(graph: fx.Graph, axes_by_group: Mapping[str, str]) -> dict[str, dict[str, CollectiveCount]]:
+    """Launches and bytes by kind and mesh axes; the axes of an unknown group are its name."""
+    table: dict[str, dict[str, CollectiveCount]] = {}
+    for node in collectives_of(graph):
+        per_axes = table.setdefault(collective_kind(node) or "", {})
+        axes = axes_by_group.get(group_of(node), group_of(node))
+        one = CollectiveCount(count=1, size_bytes=collective_size_bytes(node))
+        per_axes[axes] = per_axes.get(axes, CollectiveCount()) + one
+    return table

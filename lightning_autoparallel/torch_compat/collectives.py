@@ -1,0 +1,28 @@
+"""Functional collectives as graph targets, and the process groups behind them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+c10d = torch.ops._c10d_functional
+
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+ALL_TO_ALL = c10d.all_to_all_single.default
+BROADCAST = c10d.broadcast.default
+WAIT = c10d.wait_tensor.default
+
+
+def launched_collectives(group_name: str) -> int:
+    """Collectives started so far on a process group, by its own sequence counter."""
+    return int(_resolve_process_group(group_name)._get_sequence_number_for_group())
+
+
+def init_fake_world(world_size: int, rank: int = 0) -> None:
+    """A default process group of ``world_size`` ranks in this one process: it plans and counts, it moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - a testing module, wanted only here
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -1,0 +1,40 @@
+"""The user's own activation-checkpoint regions, made visible to capture."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+from unittest import mock
+
+import torch.utils.checkpoint as torch_checkpoint
+
+from lightning_autoparallel.torch_compat.tracing import annotate_nodes
+
+REGION_KEY = "checkpoint_region"
+
+
+@contextlib.contextmanager
+def visible_checkpoint_regions() -> Iterator[None]:
+    """Run ``torch.utils.checkpoint`` regions plainly, their nodes annotated with a region number.
+
+    Left alone they vanish from a joint graph (non-reentrant: saved-tensor hooks are not traced) or raise (reentrant).
+    Users import ``checkpoint`` by name, so the functions that it calls are replaced, not ``checkpoint`` itself.
+    """
+    numbers = itertools.count()
+
+    def run_without_reentrant(*args: Any, **kwargs: Any) -> Generator[None]:
+        # The generator protocol of torch: code before the yield runs before the function, code after it after.
+        with annotate_nodes(**{REGION_KEY: next(numbers)}):
+            yield
+
+    def run_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        with annotate_nodes(**{REGION_KEY: next(numbers)}):
+            return function(*args)
+
+    with (
+        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", run_without_reentrant),
+        mock.patch.object(torch_checkpoint.CheckpointFunction, "apply", run_reentrant),
+    ):
+        yield

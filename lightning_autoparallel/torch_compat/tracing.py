@@ -1,0 +1,161 @@
+"""Joint export under fake tensors: the one place that enters and leaves a fake mode."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec
+
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "FakeTensorMode",
+    "JointExport",
+    "active_fake_mode",
+    "annotate_nodes",
+    "export_joint",
+    "fake_mode_of",
+    "fake_tensor_like",
+    "fake_tracing",
+    "pretend_compiling",
+    "record_frames",
+    "unset_fake_temporarily",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointExport:
+    """A joint graph and what its inputs and outputs stand for, as positions of flat arguments and results."""
+
+    graph_module: fx.GraphModule
+    input_positions: tuple[int | None, ...]  # None: a tangent
+    outputs: tuple[tuple[str, int] | None, ...]  # ("output" | "mutation" | "gradient", position)
+    output_spec: TreeSpec
+
+
+@contextlib.contextmanager
+def fake_tracing() -> Iterator[FakeTensorMode]:
+    """A fresh fake mode with its tracing context; closed on failure too, so that no fake mode leaks."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(fake_mode)))
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(fake_mode)
+        yield fake_mode
+
+
+def fake_tensor_like(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+) -> Tensor:
+    """A fake tensor of this geometry; call it inside ``fake_tracing`` or under the graph's fake mode."""
+    tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+    return tensor.requires_grad_(requires_grad)
+
+
+def fake_mode_of(tensor: Tensor) -> FakeTensorMode:
+    """The fake mode that a fake tensor belongs to."""
+    mode = detect_fake_mode([tensor])
+    assert mode is not None, "not a fake tensor"
+    return mode
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """The fake mode on the stack, if any: tests use it to find leaks."""
+    return detect_fake_mode()
+
+
+def export_joint(
+    module: nn.Module, args: tuple[Any, ...], decompositions: dict[Any, Callable[..., Any]]
+) -> JointExport:
+    """Trace ``module(*args)`` forward and backward; ``args`` hold fake tensors, parameters included.
+
+    The module is run more than once; its Python effects are the caller's to handle.
+    """
+    with contextlib.ExitStack() as stack:
+        exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
+        graph_module = exported.graph_module
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    inputs = tuple(_input_position(node.meta["desc"]) for node in placeholders)
+    (output,) = [node for node in graph_module.graph.nodes if node.op == "output"]
+    outputs = tuple(_output_position(desc) for desc in output.meta["desc"])
+    return JointExport(
+        graph_module=graph_module, input_positions=inputs, outputs=outputs, output_spec=exported.out_spec
+    )
+
+
+def _input_position(desc: object) -> int | None:
+    if isinstance(desc, PlainAOTInput):
+        return desc.idx
+    assert isinstance(desc, TangentAOTInput), f"unknown graph input {desc}"
+    return None
+
+
+def _output_position(desc: object) -> tuple[str, int] | None:
+    if desc is None:
+        return None
+    if isinstance(desc, PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, PlainAOTInput):
+        return "mutation", desc.mutated_input.idx
+    if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
+        return "gradient", desc.grad_of.idx
+    raise AssertionError(f"unknown graph output {desc}")
+
+
+@contextlib.contextmanager
+def annotate_nodes(**values: Any) -> Iterator[None]:
+    """Put ``values`` into ``node.meta["custom"]`` of every node traced inside, and of their backward nodes."""
+    with fx_traceback.annotate(values):
+        yield
+
+
+@contextlib.contextmanager
+def pretend_compiling() -> Generator[None]:
+    """``torch.compiler.is_compiling()`` is True inside.
+
+    Hugging Face models choose masks without reading tensor values only when they believe they are compiled.
+    """
+    previous = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = previous
+
+
+class record_frames(TorchFunctionMode):  # noqa: N801 - used as a context manager
+    """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch."""
+
+    def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
+        super().__init__()
+        self._describe = describe
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with fx_traceback.annotate(self._describe(sys._getframe(1))):
+            return func(*args, **(kwargs or {}))
