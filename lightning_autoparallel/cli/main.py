@@ -1,52 +1,23 @@
-"""The console script: runs the command line and prints the package's errors as one message."""
+"""The console script: `lightning-autoparallel fit --config RECIPE`."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 
 from lightning.pytorch.cli import ArgsType
 
 from lightning_autoparallel.cli.app import AutoParallelCLI
-from lightning_autoparallel.errors import AutoParallelError
+from lightning_autoparallel.cli.report import report_errors
 from lightning_autoparallel.strategy import AutoParallelStrategy
-
-TRACEBACK_VARIABLE = "LIGHTNING_AUTOPARALLEL_TRACEBACK"
 
 
 def main(args: ArgsType = None) -> int:
-    """Run one subcommand and return the exit status: 0, or 1 after an error of this package (2 exits by itself)."""
-    return report_errors(lambda: AutoParallelCLI(AutoParallelStrategy, args=args))
+    """Run one subcommand and return the exit status: 0, or 1 after an error of this package.
 
-
-def report_errors(run: Callable[[], object]) -> int:
-    """Call `run` and return the exit status, with an AutoParallelError printed without its traceback.
-
-    Errors of other kinds pass through: they are bugs, and their traceback is what is wanted.
+    Raises:
+        SystemExit: a mistake in the arguments or the recipe, with status 2 and a message that says what was meant.
     """
-    try:
-        run()
-    except Exception as error:
-        ours = _package_error(error)
-        if ours is None or os.environ.get(TRACEBACK_VARIABLE) == "1":
-            raise
-        print(f"{_rank_prefix()}{type(ours).__name__}: {ours}", file=sys.stderr)
-        print(f"{_rank_prefix()}(set {TRACEBACK_VARIABLE}=1 for the traceback)", file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
-def _package_error(error: BaseException | None) -> AutoParallelError | None:
-    """The error itself or the one it was raised from: compilers wrap what is raised below them."""
-    while error is not None and not isinstance(error, AutoParallelError):
-        error = error.__cause__
-    return error
-
-
-def _rank_prefix() -> str:
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    return "" if rank == "0" else f"[rank {rank}] "
+    return report_errors(lambda: AutoParallelCLI(AutoParallelStrategy, args=args))
 
 
 if __name__ == "__main__":
