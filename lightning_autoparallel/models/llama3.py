@@ -71,7 +71,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend within each sequence: `x` (B, T, dim) and `rope_table`'s values to (B, T, dim)."""
-        # -1 for the number of heads: a rank may hold only some of them.
         query, key, value = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         key, value = self._repeat(key), self._repeat(value)
