@@ -21,6 +21,8 @@ USE_STRATEGY_SECTION = (
     "top-level `strategy:` section of the config (mesh, plan, compile, ...), or on the command line as `--strategy.KEY`"
 )
 CONFIG_AFTER_SUBCOMMAND = "\nGive --config after the subcommand: `lightning-autoparallel fit --config RECIPE`"
+WRONG_TIME = 'form "h:m:s"'
+QUOTE_TIMES = '\nIn YAML a time stands in quotes, as in `timeout: "1:30:00"`: without them it is read as a number'
 MIN_SIMILARITY = 0.6
 
 # How jsonargparse and argparse name an unknown key; the tests fail when a new version words it otherwise.
@@ -56,11 +58,13 @@ class AutoParallelArgumentParser(LightningArgumentParser):
 
 
 def explain(message: str, known: Iterable[str]) -> str:
-    """`message` of the parser, with the nearest of the `known` keys if it complains of an unknown one."""
+    """`message` of the parser, with the remedy where its cause is known, such as the nearest of the `known` keys."""
     if message.startswith(USE_STRATEGY_SECTION):
         return message
     if LINKED_KEY in message:
         return USE_STRATEGY_SECTION
+    if WRONG_TIME in message:
+        return message + QUOTE_TIMES
     found = UNKNOWN_KEY.search(message)
     if found is None:
         return message

@@ -110,9 +110,21 @@ def test_saved_config_is_overwritten_and_can_be_run_again(tmp_path):
     trainer["logger"]["init_args"]["version"] = 0
     recipe = write_recipe(tmp_path, trainer=trainer)
     run("fit", "--config", recipe)
-    run("fit", "--config", recipe)
+    run("fit", "--config", recipe, "--strategy.mesh", "{tp: 2, dp_shard: 1}")
     saved = tmp_path / "logs/lightning_logs/version_0/config.yaml"
-    assert run("fit", "--config", str(saved)).trainer.strategy.given["mesh"] == {"dp_shard": 2}
+    given = run("fit", "--config", str(saved)).trainer.strategy.given
+    assert list(given["mesh"].items()) == [("tp", 2), ("dp_shard", 1)]  # the order of axes is their meaning
+
+
+def test_a_mesh_on_the_command_line_replaces_the_one_of_the_recipe(tmp_path):
+    recipe = write_recipe(tmp_path)
+    assert run("fit", "--config", recipe, "--strategy.mesh", "{tp: 2}").trainer.strategy.given["mesh"] == {"tp": 2}
+
+
+def test_a_time_without_quotes_says_that_it_needs_them(tmp_path, capsys):
+    path = Path(write_recipe(tmp_path))
+    path.write_text(path.read_text().replace("strategy:\n", "strategy:\n  timeout: 1:30:00\n"))
+    assert "in quotes" in error_of(capsys, "fit", "--config", str(path))
 
 
 def test_interpolation_is_resolved(tmp_path):
