@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import TreeSpec
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
@@ -42,7 +41,7 @@ class CapturedGraph:
     graph_module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
-    output_spec: TreeSpec
+    output_spec: Any  # torch's pytree spec of what the step returned
     static_outputs: Mapping[int, Any] = field(default_factory=dict)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     has_backward: bool = False
@@ -97,15 +96,17 @@ class ShardedGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedGraph:
-    """The sharded graph split in two; ``backward`` takes the saved values, then the tangents.
+    """The sharded graph split in two.
 
-    ``saved`` names the forward values that the backward reads, inputs of the forward graph included.
+    ``forward`` takes the inputs without tangents and returns the results, then ``saved_values`` more tensors. ``backward``
+    takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
     """
 
     sharded: ShardedGraph
     forward: fx.GraphModule
     backward: fx.GraphModule | None
-    saved: tuple[str, ...]
+    saved_inputs: tuple[int, ...] = ()
+    saved_values: int = 0
 
 
 GraphCallable = Callable[..., Any]  # takes a list of tensors, returns a list or tuple of tensors

@@ -52,7 +52,7 @@ class JointExport:
     """A joint graph and what its inputs and outputs stand for, as positions of flat arguments and results."""
 
     graph_module: fx.GraphModule
-    input_positions: tuple[int | None, ...]  # None: a tangent
+    inputs: tuple[tuple[str, int], ...]  # ("argument" | "tangent", position of the argument or of the result)
     outputs: tuple[tuple[str, int] | None, ...]  # ("output" | "mutation" | "gradient", position)
     output_spec: TreeSpec
 
@@ -103,15 +103,15 @@ def export_joint(
     (output,) = [node for node in graph_module.graph.nodes if node.op == "output"]
     outputs = tuple(_output_position(desc) for desc in output.meta["desc"])
     return JointExport(
-        graph_module=graph_module, input_positions=inputs, outputs=outputs, output_spec=exported.out_spec
+        graph_module=graph_module, inputs=inputs, outputs=outputs, output_spec=exported.out_spec
     )
 
 
-def _input_position(desc: object) -> int | None:
+def _input_position(desc: object) -> tuple[str, int]:
     if isinstance(desc, PlainAOTInput):
-        return desc.idx
-    assert isinstance(desc, TangentAOTInput), f"unknown graph input {desc}"
-    return None
+        return "argument", desc.idx
+    assert isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput), f"unknown graph input {desc}"
+    return "tangent", desc.output.idx
 
 
 def _output_position(desc: object) -> tuple[str, int] | None:

@@ -1,0 +1,150 @@
+"""``lower_graph``: every node on local shards, redistributions written in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor.placement_types import Replicate
+
+from lightning_autoparallel.apply.emit import GraphEmitter
+from lightning_autoparallel.apply.redistribute import local_shape, redistribute
+from lightning_autoparallel.contracts import CapturedGraph, Placements, ShardedGraph, ShardingPlan
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat import collectives
+from lightning_autoparallel.torch_compat.tracing import fake_mode_of
+
+aten = torch.ops.aten
+
+# Which argument of an operator is the shape of its result, and so must become local.
+_SHAPE_ARGUMENT = {
+    aten.view.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+    aten.rand.default: 0,
+    aten.randn.default: 0,
+    aten.randint.default: 1,
+    aten.randint.low: 2,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+}
+
+
+def lower_graph(captured: CapturedGraph, plan: ShardingPlan) -> ShardedGraph:
+    """The graph that each rank runs: the global program's nodes on local shapes, in the plan's placements."""
+    lowering = _Lowering(captured, plan)
+    for node in captured.graph_module.graph.nodes:
+        lowering.lower(node)
+    graph_module = fx.GraphModule(torch.nn.Module(), lowering.emitter.graph)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return ShardedGraph(
+        name=captured.name,
+        graph_module=graph_module,
+        inputs=captured.inputs,
+        outputs=captured.outputs,
+        output_placements=plan.outputs,
+        axes=plan.axes,
+        has_backward=captured.has_backward,
+    )
+
+
+class _Lowering:
+    """Walks the captured graph once; remembers each value in every placement it was needed in."""
+
+    def __init__(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
+        self._captured, self._plan = captured, plan
+        nodes = list(captured.graph_module.graph.nodes)
+        (output,) = [node for node in nodes if node.op == "output"]
+        self._results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        self.emitter = GraphEmitter(fake_mode_of(next(v for n in nodes for v in fxn.values(n) if v is not None)))
+        self._placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
+        self._stored: dict[fx.Node, Placements] = {}
+        self._inputs = dict(zip([n for n in nodes if n.op == "placeholder"], captured.inputs, strict=True))
+
+    def lower(self, node: fx.Node) -> None:
+        """Emit one node of the captured graph, and the reductions of its value that leave the graph."""
+        if node.op == "output":
+            self.emitter.graph.output([self._in(result, placed) for result, placed in self._ends()])
+            return
+        self.emitter.on_behalf_of(node)
+        if node.op == "placeholder":
+            self._lower_placeholder(node)
+        else:
+            self._lower_call(node)
+        # A gradient is reduced as soon as it is there: its collective can run beside the rest of the backward.
+        for result, placed in self._ends():
+            if result is node:
+                self._in(node, placed)
+
+    def _ends(self) -> list[tuple[fx.Node, Placements]]:
+        return [(result, placed) for result, placed in zip(self._results, self._plan.outputs, strict=True) if placed is not None]
+
+    def _lower_placeholder(self, node: fx.Node) -> None:
+        item = self._inputs[node]
+        stored = self._plan.nodes[node.name].outputs[0]
+        if item.kind == "parameter":
+            stored = self._plan.parameters[item.name]
+        assert stored is not None
+        value: Tensor = node.meta["val"]
+        shape = local_shape(value.shape, stored, self._plan.axes)
+        with self.emitter.fake_mode:
+            # Without shards the local tensor is the global one, strides included.
+            local = torch.empty(shape, dtype=value.dtype, device=value.device) if shape != list(value.shape) else value.detach()
+        self._stored[node] = stored
+        self._placed[(node, stored)] = self.emitter.placeholder(node.name, local)
+
+    def _lower_call(self, node: fx.Node) -> None:
+        placement = self._plan.nodes[node.name]
+        if fxn.is_getitem(node):
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            lowered = self.emitter.call(node.target, self._placed[(source, ())], index, name=node.name)
+            self._keep(node, placement.outputs[0], lowered)
+            return
+        wanted = iter(placement.inputs)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: self._in(argument, next(wanted)))
+        lowered = self._emit(node, args, kwargs, placement.outputs[0])
+        if isinstance(node.meta["val"], (tuple, list)):
+            self._placed[(node, ())] = lowered
+        else:
+            self._keep(node, placement.outputs[0], lowered)
+
+    def _emit(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placements | None) -> fx.Node:
+        position = _SHAPE_ARGUMENT.get(node.target)  # type: ignore[call-overload]
+        if position is not None:
+            assert placed is not None
+            shape = local_shape(node.meta["val"].shape, placed, self._plan.axes)
+            if node.target is aten.view.default:
+                return self.emitter.view(args[0], shape, name=node.name)
+            args = (*args[:position], shape, *args[position + 1 :])
+        lowered = self.emitter.call(node.target, *args, name=node.name, **kwargs)
+        if fxn.is_random(node):
+            lowered = self._agreed(lowered, placed)
+        return lowered
+
+    def _agreed(self, node: fx.Node, placed: Placements | None) -> fx.Node:
+        """What is drawn replicated over an axis must be the same there: ranks take the first one's draw."""
+        for placement, axis in zip(placed or (), self._plan.axes, strict=True):
+            if isinstance(placement, Replicate):
+                sent = self.emitter.call(collectives.BROADCAST, node, 0, axis.group_name)
+                node = self.emitter.call(collectives.WAIT, sent)
+        return node
+
+    def _keep(self, node: fx.Node, placed: Placements | None, lowered: fx.Node) -> None:
+        assert placed is not None, f"{node.name} is no tensor"
+        expected = local_shape(node.meta["val"].shape, placed, self._plan.axes)
+        actual = list(lowered.meta["val"].shape)
+        assert actual == expected, f"{fxn.describe(node)}: local shape {actual}, its placement {placed} means {expected}"
+        self._stored[node] = placed
+        self._placed[(node, placed)] = lowered
+
+    def _in(self, node: fx.Node, target: Placements) -> fx.Node:
+        if (node, target) not in self._placed:
+            stored = self._stored[node]
+            shape = node.meta["val"].shape
+            source = self._placed[(node, stored)]
+            self._placed[(node, target)] = redistribute(self.emitter, source, shape, stored, target, self._plan.axes)
+        return self._placed[(node, target)]

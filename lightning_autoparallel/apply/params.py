@@ -1,0 +1,157 @@
+"""Parameters as DTensors of their planned placement: sharded, or made on a meta model shard by shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from lightning_autoparallel.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """How one parameter lies on this rank: global geometry, mesh, placement, and its rows with and without padding."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    mesh: DeviceMesh
+    placement: Placement
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds only some of the rows."""
+        return isinstance(self.placement, Shard)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of every rank's shard with padding: what graphs take and give."""
+        return math.ceil(self.shape[0] / self.mesh.size())
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First and last (exclusive) global row of this rank."""
+        start = min(self.mesh.get_local_rank() * self.padded_rows, self.shape[0])
+        return start, min(start + self.padded_rows, self.shape[0])
+
+    def shard_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor, in memory of its own."""
+        if not self.is_sharded:
+            return full.detach()
+        start, end = self.rows
+        return full.detach()[start:end].clone()
+
+    def distribute(self, local: Tensor) -> DTensor:
+        """A DTensor around this rank's part."""
+        return DTensor.from_local(
+            local, self.mesh, (self.placement,), run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+
+    def padded(self, local: Tensor) -> Tensor:
+        """``local`` with as many rows as every other rank's."""
+        missing = self.padded_rows - local.shape[0] if self.is_sharded else 0
+        return torch.nn.functional.pad(local, [0, 0] * (local.dim() - 1) + [0, missing]) if missing else local
+
+    def unpadded(self, local: Tensor) -> Tensor:
+        """``local`` without padding rows."""
+        start, end = self.rows if self.is_sharded else (0, 0)
+        return local[: end - start] if self.is_sharded and end - start != local.shape[0] else local
+
+
+def parameter_layouts(
+    module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[tuple[int, ...]], Placement]
+) -> dict[str, ParameterLayout]:
+    """The layout of every parameter of ``module``, tied ones once."""
+    return {
+        name: ParameterLayout(
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
+            mesh=mesh,
+            placement=placement_of(tuple(parameter.shape)),
+        )
+        for name, parameter in module.named_parameters()
+    }
+
+
+def shard_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
+    """Replace every parameter by its shard on ``device``, starting from rank 0's values; tied ones stay tied.
+
+    Parameters that are DTensors already are left alone; parameters on meta must have been materialised.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for submodule in module.modules():
+        for attribute, parameter in list(submodule._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor) or id(parameter) not in names:
+                continue
+            if id(parameter) not in replaced:
+                layout = layouts[names[id(parameter)]]
+                replaced[id(parameter)] = _sharded_parameter(parameter, layout, device)
+            submodule._parameters[attribute] = replaced[id(parameter)]
+
+
+def _sharded_parameter(parameter: nn.Parameter, layout: ParameterLayout, device: torch.device) -> nn.Parameter:
+    full = parameter.detach().to(device)
+    _broadcast(full)
+    return nn.Parameter(layout.distribute(layout.shard_of(full)), requires_grad=parameter.requires_grad)
+
+
+def _broadcast(tensor: Tensor) -> None:
+    if dist.get_backend() != "fake" and dist.get_world_size() > 1:
+        contiguous = tensor.contiguous()
+        dist.broadcast(contiguous, src=0)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
+
+
+def materialise_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
+    """Initialise what is on meta, one submodule at a time, keeping this rank's shards only.
+
+    Ranks draw alike (they start from rank 0's random state) and each draws a submodule's whole parameters, so that the
+    values are those of one device; no more than one submodule's full parameters exist at any time.
+
+    Raises:
+        ConfigError: a submodule has parameters or buffers on meta but no ``reset_parameters``.
+    """
+    _share_random_state()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    tied: dict[int, nn.Parameter] = {}
+    for path, submodule in module.named_modules():
+        on_meta = [t for t in (*submodule._parameters.values(), *submodule._buffers.values()) if t is not None and t.is_meta]
+        if not on_meta:
+            continue
+        _check_can_reset(path, submodule)
+        keys = {attribute: parameter for attribute, parameter in submodule._parameters.items() if parameter is not None}
+        submodule.to_empty(device=device, recurse=False)
+        submodule.reset_parameters()  # type: ignore[operator]
+        for attribute, original in keys.items():
+            if id(original) not in tied:
+                layout = layouts[names[id(original)]]
+                full = submodule._parameters[attribute]
+                assert full is not None
+                local = layout.distribute(layout.shard_of(full))
+                tied[id(original)] = nn.Parameter(local, requires_grad=original.requires_grad)
+            submodule._parameters[attribute] = tied[id(original)]
+
+
+def _check_can_reset(path: str, submodule: nn.Module) -> None:
+    if not callable(getattr(submodule, "reset_parameters", None)):
+        raise ConfigError(
+            f"module '{path}' ({type(submodule).__name__}) is on the meta device and has no reset_parameters(): its "
+            "parameters cannot be initialised; add that method, or build the module on a real device"
+        )
+
+
+def _share_random_state() -> None:
+    if dist.get_backend() == "fake" or dist.get_world_size() == 1:
+        return
+    state = [torch.get_rng_state()]
+    dist.broadcast_object_list(state, src=0)
+    torch.set_rng_state(state[0])

@@ -1,0 +1,20 @@
+"""Run the step once on fake tensors and record it as one joint graph; see README.md."""
+
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, describe_batch, flatten_batch
+from lightning_autoparallel.capture.effects import NoEffects, StepEffects
+from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
+from lightning_autoparallel.capture.watch import Guard, Watcher
+
+__all__ = [
+    "BatchLayout",
+    "BatchLeaf",
+    "Guard",
+    "NoEffects",
+    "StepEffects",
+    "StepRequest",
+    "TensorSpec",
+    "Watcher",
+    "capture_step",
+    "describe_batch",
+    "flatten_batch",
+]

@@ -1,0 +1,268 @@
+"""Operators taken apart before planning, because their DTensor rule is missing, or wrong on shards of unequal count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from lightning_autoparallel.torch_compat.decompositions import core_aten_decompositions, get_decompositions
+
+from lightning_autoparallel.torch_compat.sharding import has_rule
+
+aten = torch.ops.aten
+Decompositions = dict[Any, Callable[..., Any]]
+
+# Losses reduce over the batch inside one operator: a sum over shards and a global divisor are right for any split.
+_LOSSES = (
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.multi_margin_loss,
+    aten.multilabel_margin_loss_forward,
+)
+
+
+def _reduced(dims: Sequence[int] | int | None, tensor: Tensor) -> list[int]:
+    if dims is None or dims == []:
+        return list(range(tensor.dim()))
+    wanted = [dims] if isinstance(dims, int) else dims
+    return [dim % tensor.dim() if tensor.dim() else 0 for dim in wanted]
+
+
+def _count(tensor: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(tensor.shape[dim] for dim in dims) if tensor.dim() else 1
+
+
+def mean(tensor: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """A sum divided by the *global* count, so that shards may hold any part of it."""
+    reduced = _reduced(dims, tensor)
+    return aten.sum.dim_IntList(tensor, reduced, keepdim, dtype=dtype) / _count(tensor, reduced)
+
+
+def _mean_all(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return aten.sum.default(tensor, dtype=dtype) / tensor.numel()
+
+
+def var_mean(tensor: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Two-pass variance and mean from sums: each pass is one reduction of the small result, never a gather."""
+    reduced = _reduced(dims, tensor)
+    count = _count(tensor, reduced)
+    average = aten.sum.dim_IntList(tensor, reduced, True) / count
+    centred = tensor - average
+    divisor = max(count - (1 if correction is None else correction), 0)
+    variance = aten.sum.dim_IntList(centred * centred, reduced, keepdim) / divisor
+    return variance, average if keepdim else aten.sum.dim_IntList(average, reduced, False)
+
+
+def _var(tensor: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return var_mean(tensor, dims, correction=correction, keepdim=keepdim)[0]
+
+
+def _std(tensor: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _var(tensor, dims, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _channels(tensor: Tensor) -> tuple[list[int], list[int], int]:
+    """Reduced dims, broadcast shape and count per channel of an (N, C, ...) tensor."""
+    dims = [0, *range(2, tensor.dim())]
+    return dims, [1, -1] + [1] * (tensor.dim() - 2), _count(tensor, dims)
+
+
+def batch_norm_functional(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Batch normalisation of (N, C, ...) with statistics of the global batch.
+
+    Ioffe and Szegedy 2015, algorithm 1; the running variance uses the unbiased estimate, as torch does. Returns output,
+    saved mean and inverse standard deviation of shape (C,), and the new running statistics.
+    """
+    dims, shape, count = _channels(x)
+    new_mean, new_var = running_mean, running_var
+    if training or running_mean is None or running_var is None:
+        average = aten.sum.dim_IntList(x, dims, False) / count
+        centred = x - average.view(shape)
+        variance = aten.sum.dim_IntList(centred * centred, dims, False) / count
+        if running_mean is not None and running_var is not None:
+            unbiased = variance * (count / max(count - 1, 1))
+            new_mean = running_mean * (1 - momentum) + average * momentum
+            new_var = running_var * (1 - momentum) + unbiased * momentum
+        saved = (average, torch.rsqrt(variance + eps))
+    else:
+        saved = (running_mean, torch.rsqrt(running_var + eps))
+        centred = x - running_mean.view(shape)
+    output = centred * saved[1].view(shape)
+    if weight is not None:
+        output = output * weight.view(shape)
+    if bias is not None:
+        output = output + bias.view(shape)
+    if not training:
+        saved = (x.new_empty((0,)), x.new_empty((0,)))
+    return output, *saved, new_mean, new_var  # type: ignore[return-value]
+
+
+def _batch_norm_legit(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    output, mean_, invstd, new_mean, new_var = batch_norm_functional(
+        x, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    if training and running_mean is not None:
+        running_mean.copy_(new_mean)
+        running_var.copy_(new_var)
+    return output, mean_, invstd
+
+
+def batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of ``batch_norm_functional``, again from sums over the global batch (Ioffe and Szegedy 2015, sec. 3)."""
+    dims, shape, count = _channels(x)
+    if train:
+        assert save_mean is not None and save_invstd is not None
+        average, invstd = save_mean, save_invstd
+    else:
+        assert running_mean is not None and running_var is not None
+        average, invstd = running_mean, torch.rsqrt(running_var + eps)
+    normalised = (x - average.view(shape)) * invstd.view(shape)
+    grad_bias = aten.sum.dim_IntList(grad, dims, False)
+    grad_weight = aten.sum.dim_IntList(grad * normalised, dims, False)
+    scale = invstd if weight is None else invstd * weight
+    grad_x = grad
+    if train:
+        grad_x = grad - (grad_bias / count).view(shape) - normalised * (grad_weight / count).view(shape)
+    grad_x = grad_x * scale.view(shape)
+    return (
+        grad_x if output_mask[0] else None,
+        grad_weight if output_mask[1] else None,
+        grad_bias if output_mask[2] else None,
+    )
+
+
+def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Dropout as an explicit draw, so that the planner can let each batch shard draw its own part of the mask."""
+    if train is False or p == 0:
+        return x.clone(), aten.full(list(x.shape), True, dtype=torch.bool, device=x.device)
+    drawn = aten.rand.default(list(x.shape), dtype=torch.float32, device=x.device)
+    mask = drawn >= p
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return x * mask * scale, mask
+
+
+def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return grad * (mask.to(grad.dtype) * scale)
+
+
+def _filled_like(value: float) -> Callable[..., Tensor]:
+    def filled(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+        dtype = dtype or tensor.dtype
+        fill = bool(value) if dtype is torch.bool else value
+        return aten.full.default(list(tensor.shape), fill, dtype=dtype, device=device or tensor.device)
+
+    return filled
+
+
+def _full_like(tensor: Tensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.full.default(list(tensor.shape), value, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+def _new_filled(value: float) -> Callable[..., Tensor]:
+    def filled(tensor: Tensor, size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+        return aten.full.default(list(size), value, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+    return filled
+
+
+def _new_full(tensor: Tensor, size: list[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.full.default(list(size), value, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+def _zeros(size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.full.default(list(size), 0, dtype=dtype or torch.get_default_dtype(), device=device)
+
+
+def _ones(size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.full.default(list(size), 1, dtype=dtype or torch.get_default_dtype(), device=device)
+
+
+def _rand_like(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.rand.default(list(tensor.shape), dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+def _randn_like(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.randn.default(list(tensor.shape), dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+def _bernoulli_p(tensor: Tensor, p: float = 0.5, generator: Any = None) -> Tensor:
+    drawn = aten.rand.default(list(tensor.shape), dtype=torch.float32, device=tensor.device)
+    return (drawn < p).to(tensor.dtype)
+
+
+def _bernoulli(tensor: Tensor, *, generator: Any = None) -> Tensor:
+    drawn = aten.rand.default(list(tensor.shape), dtype=torch.float32, device=tensor.device)
+    return (drawn < tensor).to(tensor.dtype)
+
+
+def planning_decompositions() -> Decompositions:
+    """The table for ``export_joint``: our own, the losses, and whatever core operator DTensor has no rule for."""
+    table = {op: function for op, function in core_aten_decompositions().items() if not _planned_whole(op)}
+    table.update(get_decompositions(_LOSSES))
+    table.update(_OWN)
+    return table
+
+
+def _planned_whole(op: Any) -> bool:
+    return has_rule(op) or op in _KEPT
+
+
+_KEPT = {
+    aten.embedding_dense_backward.default,
+    aten.convolution_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+}
+_OWN: Decompositions = {
+    aten.mean.dim: mean,
+    aten.mean.default: _mean_all,
+    aten.var_mean.correction: var_mean,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+    aten._native_batch_norm_legit_functional.default: batch_norm_functional,
+    aten._native_batch_norm_legit.default: _batch_norm_legit,
+    aten.native_batch_norm.default: _batch_norm_legit,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.native_dropout.default: native_dropout,
+    aten.native_dropout_backward.default: _native_dropout_backward,
+    aten.zeros_like.default: _filled_like(0),
+    aten.ones_like.default: _filled_like(1),
+    aten.empty_like.default: _filled_like(0),
+    aten.full_like.default: _full_like,
+    aten.new_zeros.default: _new_filled(0),
+    aten.new_ones.default: _new_filled(1),
+    aten.new_empty.default: _new_filled(0),
+    aten.new_full.default: _new_full,
+    aten.zeros.default: _zeros,
+    aten.ones.default: _ones,
+    aten.rand_like.default: _rand_like,
+    aten.randn_like.default: _randn_like,
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli.default: _bernoulli,
+}

@@ -1,0 +1,80 @@
+"""A captured graph without aliases, dead code and attributes: placeholders, calls and one flat output."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+_IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+_VIEWS = {aten._unsafe_view.default: aten.view.default, aten.reshape.default: aten.view.default}
+
+
+def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, Tensor]]:
+    """The same program with flat placeholders; the real tensors it used as constants, by placeholder name, in order.
+
+    Outputs without a value (the gradient of an input that needs none) are dropped.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    constants: dict[str, Tensor] = {}
+    nodes = list(graph_module.graph.nodes)
+    for node in nodes:
+        if node.op == "placeholder":
+            env[node] = _copy(graph, node, env)
+    for node in nodes:
+        if node.op == "get_attr":
+            value = _attribute(graph_module, str(node.target))
+            env[node] = _constant(graph, node, constants, value)
+    for node in nodes:
+        if node.op == "call_function":
+            env[node] = _call(graph, node, env)
+        elif node.op == "output":
+            results = [env[item] for item in _flat(node.args[0]) if item is not None]
+            graph.output(results)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph), constants
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _call(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    if node.target in _IDENTITIES:
+        return env[node.args[0]]  # type: ignore[index]
+    if node.target is operator.getitem and isinstance(node.args[0], (list, tuple)):
+        return env[node.args[0][node.args[1]]]  # type: ignore[index]
+    copied = _copy(graph, node, env)
+    copied.target = _VIEWS.get(node.target, node.target)  # type: ignore[call-overload]
+    return copied
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    if node.op == "placeholder":
+        copied = graph.placeholder(node.name)
+        copied.meta = dict(node.meta)
+        return copied
+    return graph.node_copy(node, lambda argument: env[argument])
+
+
+def _constant(graph: fx.Graph, node: fx.Node, constants: dict[str, Tensor], value: Tensor) -> fx.Node:
+    placeholder = graph.placeholder(f"constant_{len(constants)}")
+    placeholder.meta = dict(node.meta)
+    constants[placeholder.name] = value
+    return placeholder
+
+
+def _attribute(module: Any, path: str) -> Tensor:
+    value = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    assert isinstance(value, Tensor), f"{path} is no tensor"
+    return value

@@ -1,0 +1,236 @@
+"""``capture_step``: run a step once on fake tensors of the global batch and return its joint graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autoparallel.capture.batch import BatchLayout
+from lightning_autoparallel.capture.decompositions import planning_decompositions
+from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
+from lightning_autoparallel.capture.normalize import normalize_graph
+from lightning_autoparallel.capture.sources import record_sources, user_line_of
+from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput
+from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
+from lightning_autoparallel.torch_compat.tracing import (
+    DATA_DEPENDENT_ERRORS,
+    JointExport,
+    export_joint,
+    fake_tensor_like,
+    fake_tracing,
+    pretend_compiling,
+)
+from lightning_autoparallel.torch_compat.tree import tree_flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """The global geometry of a parameter or buffer: all that capture needs to know of it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a tensor; of a DTensor its global one."""
+        return cls(
+            shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """What to capture: ``run(leaves)`` is the step on the batch's leaves, ``module`` owns the state that it reads.
+
+    ``loss_leaf`` picks, of the result's flattened leaves, the loss to differentiate; None differentiates every result.
+    """
+
+    name: str
+    module: nn.Module
+    run: Callable[[list[Any]], Any]
+    parameters: Mapping[str, TensorSpec]
+    buffers: Mapping[str, TensorSpec]
+    layout: BatchLayout
+    static_leaves: Mapping[int, Any]
+    batch_shards: int
+    device: torch.device
+    effects: StepEffects
+    training: bool
+    loss_leaf: Callable[[Any], Tensor] | None = None
+    notice: Callable[[str], None] = field(default=lambda message: None)
+
+
+class _Step(nn.Module):
+    """The module that is exported: flat fake tensors in, flat results out; ``result`` describes the last run."""
+
+    def __init__(self, request: StepRequest) -> None:
+        super().__init__()
+        self._request = [request]  # in a list: the user's module must not become a submodule of this one
+        self._names = [*request.parameters, *request.buffers]
+        self.output_spec: Any = None
+        self.static_outputs: dict[int, Any] = {}
+        self.results = 0
+        self.changes: list[str] = []
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        (request,) = self._request
+        state = dict(zip(self._names, tensors, strict=False))
+        leaves = _merge(request.static_leaves, tensors[len(self._names) :])
+        self.changes.clear()
+        with undone_afterwards(request.module, self.changes), request.effects.recording():
+            runner = _Runner(request.module, request.run, {name: state[name] for name in request.buffers})
+            output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
+        return self._flatten(output, request)
+
+    def _flatten(self, output: Any, request: StepRequest) -> list[Tensor]:
+        leaves, self.output_spec = tree_flatten(output)
+        self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if request.training and request.loss_leaf is not None:
+            loss = request.loss_leaf(output)
+            tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
+        self.results = len(tensors)
+        return [*tensors, *(tensor.detach() for tensor in request.effects.tensors())]
+
+
+class _Runner(nn.Module):
+    """Runs the step inside ``functional_call`` and turns a reassigned buffer into a change in place."""
+
+    def __init__(self, module: nn.Module, run: Callable[[list[Any]], Any], buffers: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self._run, self._given = run, buffers
+
+    def forward(self, leaves: list[Any]) -> Any:
+        output = self._run(leaves)
+        for name, now in self.module.named_buffers():
+            given = self._given.get(name)
+            if given is not None and now is not given:
+                given.copy_(now)
+        return output
+
+
+def _merge(static: Mapping[int, Any], tensors: tuple[Tensor, ...]) -> list[Any]:
+    remaining = iter(tensors)
+    total = len(static) + len(tensors)
+    return [static[i] if i in static else next(remaining) for i in range(total)]
+
+
+def capture_step(request: StepRequest) -> CapturedGraph:
+    """The joint graph of ``request`` at global shapes.
+
+    Raises:
+        CaptureError: the step reads a tensor's value, makes a shape that depends on values, or has no loss; the message
+            names the user's line.
+    """
+    step = _Step(request)
+    with fake_tracing(), _step_contexts(request), _explained(request):
+        arguments = _fake_arguments(request)
+        export = export_joint(step, arguments, planning_decompositions())
+    for change in dict.fromkeys(step.changes):
+        request.notice(f"{request.name} {change}: this runs at capture only, real steps replay the graph")
+    graph_module, constants = normalize_graph(export.graph_module)
+    inputs = _inputs(request, export, tuple(constants))
+    return CapturedGraph(
+        name=request.name,
+        graph_module=graph_module,
+        inputs=inputs,
+        outputs=_outputs(export, step, inputs),
+        output_spec=step.output_spec,  # type: ignore[arg-type]
+        static_outputs=dict(step.static_outputs),
+        constants=constants,
+        has_backward=any(item.kind == "tangent" for item in inputs),
+    )
+
+
+@contextlib.contextmanager
+def _step_contexts(request: StepRequest) -> Iterator[None]:
+    with (
+        record_sources(request.module),
+        visible_checkpoint_regions(),
+        pretend_compiling(),
+        torch.set_grad_enabled(request.training),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _explained(request: StepRequest) -> Iterator[None]:
+    try:
+        yield
+    except AutoParallelError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, DATA_DEPENDENT_ERRORS):
+                raise CaptureError(_data_dependent(cause, error)) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _data_dependent(cause: BaseException, error: BaseException) -> str:
+    source, text = user_line_of(cause)
+    if source == "?":
+        source, text = user_line_of(error)
+    operator = str(getattr(cause, "func", ""))
+    if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
+        return (
+            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); "
+            "use torch.where or a mask, which keep the shape"
+        )
+    shown = ".item()" if ".item()" in text else text
+    return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
+
+
+def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
+    state = [*request.parameters.values(), *request.buffers.values()]
+    tensors = [
+        fake_tensor_like(spec.shape, spec.stride, spec.dtype, request.device, spec.requires_grad and request.training)
+        for spec in state
+    ]
+    for leaf in request.layout.tensors:
+        assert leaf.dtype is not None
+        shape = leaf.global_shape(request.batch_shards)
+        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device))
+    return tuple(tensors)
+
+
+def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...]) -> tuple[GraphInput, ...]:
+    known = [
+        *(GraphInput(kind="parameter", name=name, requires_grad=spec.requires_grad) for name, spec in request.parameters.items()),
+        *(GraphInput(kind="buffer", name=name) for name in request.buffers),
+        *(GraphInput(kind="batch", name=leaf.path, batched=leaf.batched) for leaf in request.layout.tensors),
+    ]
+    inputs = [
+        known[position] if kind == "argument" else GraphInput(kind="tangent", name=str(position))
+        for kind, position in export.inputs
+    ]
+    return (*inputs, *(GraphInput(kind="constant", name=name) for name in constants))
+
+
+def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -> tuple[GraphOutput, ...]:
+    by_position = {position: inputs[i] for i, (kind, position) in enumerate(export.inputs) if kind == "argument"}
+    outputs = []
+    for output in export.outputs:
+        if output is None:
+            continue
+        kind, position = output
+        if kind == "output":
+            is_result = position < step.results
+            outputs.append(
+                GraphOutput(kind="output" if is_result else "log", name=str(position if is_result else position - step.results))
+            )
+        elif kind == "mutation":
+            outputs.append(GraphOutput(kind="buffer", name=by_position[position].name))
+        else:
+            outputs.append(GraphOutput(kind="gradient", name=by_position[position].name))
+    return tuple(outputs)

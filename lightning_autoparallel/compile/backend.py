@@ -1,0 +1,33 @@
+"""Lower partitioned graphs: Inductor, or interpreted as they are."""
+
+from __future__ import annotations
+
+from lightning_autoparallel.contracts import GraphCallable, PartitionedGraph
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.torch_compat.inductor import compile_graph, find_cpp_compiler
+
+
+def check_compiler(device_type: str) -> None:
+    """Refuse to compile for a CPU without a C++ compiler, before anything is captured.
+
+    Raises:
+        ConfigError: none is found.
+    """
+    if device_type == "cpu" and find_cpp_compiler() is None:
+        raise ConfigError(
+            "compile=True needs a C++ compiler for CPU code and none is on the PATH: install g++ (or set CXX), "
+            "or set compile=False to interpret the graphs"
+        )
+
+
+def lower_partitioned(partitioned: PartitionedGraph, compile: bool) -> tuple[GraphCallable, GraphCallable | None]:
+    """Callables that take a list of tensors: forward, and backward where there is one."""
+    forward, backward = partitioned.forward, partitioned.backward
+    if not compile:
+        return _interpreted(forward), None if backward is None else _interpreted(backward)
+    lowered = compile_graph(forward, is_inference=backward is None, is_backward=False)
+    return lowered, None if backward is None else compile_graph(backward, is_inference=False, is_backward=True)
+
+
+def _interpreted(graph_module: GraphCallable) -> GraphCallable:
+    return lambda arguments: graph_module(*arguments)

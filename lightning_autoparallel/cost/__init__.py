@@ -1,0 +1,1 @@
+"""Predicted times; every quantity carries its unit in its name."""

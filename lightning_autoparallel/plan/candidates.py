@@ -1,0 +1,170 @@
+"""What each node may compute with on one mesh axis, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from lightning_autoparallel.cost.compute import local_size_bytes, operator_time_us
+from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.plan import views
+from lightning_autoparallel.plan.rules import RULES, OpCall, Row, same
+from lightning_autoparallel.torch_compat.sharding import StridedShard, has_rule, is_plain, rule_rows, split_factor_of
+from lightning_autoparallel.torch_compat.tracing import unset_fake_temporarily
+
+_DATA_MOVEMENT_RULES = views  # importing it registers the rules of views
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to compute a node on one axis: a placement per output and per tensor argument, and its own time."""
+
+    outputs: tuple[Placement | None, ...]
+    inputs: tuple[Placement, ...]
+    time_us: float
+
+
+class CandidateTable:
+    """The candidates of nodes on one axis of ``size`` ranks; equal calls share an entry.
+
+    ``warn`` is told once per operator that has to compute replicated.
+    """
+
+    def __init__(self, size: int, mesh: DeviceMesh, hardware: HardwareSpec, warn: Callable[[str], None]) -> None:
+        self._size, self._mesh, self._hardware, self._warn = size, mesh, hardware, warn
+        self._cache: dict[Any, tuple[Candidate, ...]] = {}
+        self._warned: set[Any] = set()
+
+    def of(self, node: fx.Node, split_factors: tuple[int, ...]) -> tuple[Candidate, ...]:
+        """The candidates of a call, the replicated one first."""
+        key = _key(node, split_factors)
+        if key not in self._cache:
+            self._cache[key] = self._make(node, split_factors)
+        return self._cache[key]
+
+    def _make(self, node: fx.Node, split_factors: tuple[int, ...]) -> tuple[Candidate, ...]:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        inputs = tuple(argument.meta["val"] for argument in fxn.tensor_arguments(node))
+        call = OpCall(
+            op=node.target,
+            args=tuple(args),
+            kwargs=dict(kwargs),
+            inputs=inputs,
+            outputs=tuple(fxn.values(node)),
+            split_factors=split_factors,
+        )
+        rows = [same(Replicate(), call), *self._rows(node, call)]
+        kept = dict.fromkeys(row for row in rows if self._fits(row, call))
+        return tuple(self._candidate(row, call, node.meta["val"]) for row in kept)
+
+    def _rows(self, node: fx.Node, call: OpCall) -> list[Row]:
+        if call.op in RULES:
+            return _with_strides(RULES[call.op](call), split_factors=call.split_factors)
+        if not has_rule(call.op):
+            self._tell(node, "has no sharding rule")
+            return []
+        try:
+            # Rules compute with real index tensors now and then; a fake mode around them makes those unreadable.
+            with unset_fake_temporarily():
+                rows = rule_rows(call.op, call.args, call.kwargs, len(call.outputs), self._mesh)
+        except Exception as error:
+            self._tell(node, f"has a sharding rule that fails ({type(error).__name__}: {error})")
+            return []
+        return _with_strides([_without_nones(row, call) for row in rows], split_factors=call.split_factors)
+
+    def _tell(self, node: fx.Node, reason: str) -> None:
+        if node.target not in self._warned:
+            self._warned.add(node.target)
+            where = fxn.custom(node, "module") or "the step itself"
+            self._warn(
+                f"{node.target} {reason}: it computes replicated on every rank, its inputs gathered "
+                f"(in {where}, {fxn.describe(node)})"
+            )
+
+    def _fits(self, row: Row, call: OpCall) -> bool:
+        outputs, inputs = row
+        if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
+            return False
+        pairs = [*zip(outputs, call.outputs, strict=True), *zip(inputs, call.inputs, strict=True)]
+        if any((placement is None) != (tensor is None) for placement, tensor in pairs):
+            return False
+        return all(self._divides(placement, tensor) for placement, tensor in pairs)
+
+    def _divides(self, placement: Placement | None, tensor: Tensor | None) -> bool:
+        if placement is None or tensor is None:
+            return True
+        if not is_plain(placement):
+            return False
+        if not isinstance(placement, (Shard, StridedShard)):
+            return True
+        if not 0 <= placement.dim < tensor.dim():
+            return False
+        size = tensor.shape[placement.dim]
+        return size > 0 and size % (self._size * split_factor_of(placement)) == 0
+
+    def _candidate(self, row: Row, call: OpCall, result: Any) -> Candidate:
+        outputs, inputs = row
+        shards = [self._shards(placement) for placement in (*outputs, *inputs)]
+        sharded = any(count > 1 for count in shards)
+        time_us = operator_time_us(
+            call.op,
+            call.args,
+            call.kwargs,
+            result,
+            local_size_bytes([*call.outputs, *call.inputs], shards),
+            1 / self._size if sharded else 1.0,
+            self._hardware,
+        )
+        return Candidate(outputs=outputs, inputs=inputs, time_us=time_us)  # type: ignore[arg-type]
+
+    def _shards(self, placement: Placement | None) -> int:
+        return self._size if isinstance(placement, (Shard, StridedShard)) else 1
+
+
+def _key(node: fx.Node, split_factors: tuple[int, ...]) -> Any:
+    def freeze(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            value = argument.meta["val"]
+            return (tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, Tensor) else str(value)
+        if isinstance(argument, (list, tuple)):
+            return tuple(freeze(item) for item in argument)
+        if isinstance(argument, dict):
+            return tuple((name, freeze(item)) for name, item in argument.items())
+        return argument if isinstance(argument, (int, float, bool, str, torch.dtype)) else str(argument)
+
+    return node.target, freeze(node.args), freeze(dict(node.kwargs)), split_factors
+
+
+def _without_nones(row: Row, call: OpCall) -> Row:
+    """Rules list absent optional inputs as None; absent outputs are told from the call."""
+    outputs, inputs = row
+    outputs = tuple(p if out is not None else None for p, out in zip(outputs, call.outputs, strict=False))
+    return outputs, tuple(placement for placement in inputs if placement is not None)
+
+
+def _with_strides(rows: Sequence[Row], split_factors: tuple[int, ...]) -> list[Row]:
+    """What holds for shards of a dim holds for strided shards of it, if all of the row are strided alike."""
+    result = list(rows)
+    for factor in split_factors:
+        if factor > 1:
+            result += [_strided(row, factor) for row in rows if not _has_strides(row)]
+    return result
+
+
+def _has_strides(row: Row) -> bool:
+    return any(isinstance(placement, StridedShard) for side in row for placement in side)
+
+
+def _strided(row: Row, factor: int) -> Row:
+    def convert(placement: Placement | None) -> Placement | None:
+        return views.shard(placement.dim, factor) if isinstance(placement, Shard) else placement
+
+    outputs, inputs = row
+    return tuple(map(convert, outputs)), tuple(map(convert, inputs))

@@ -1,0 +1,42 @@
+"""Graph and plan as comparable lines, so that ranks can check that they are about to run the same program."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.fx import nodes as fxn
+
+
+def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan) -> list[str]:
+    """One line per node: its place in the user's code, then what is compared (operator, arguments, shape, placement).
+
+    The two parts are separated by a tab; the first is for error messages only.
+    """
+    lines = []
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "output":
+            lines.append(f"output\t{node.args}")
+            continue
+        shapes = [f"{value.dtype}{list(value.shape)}" for value in fxn.values(node) if value is not None]
+        lines.append(f"{fxn.describe(node)}\t{_call_text(node)} {shapes} {plan.nodes[node.name]}")
+    return lines
+
+
+def _call_text(node: fx.Node) -> str:
+    return f"{node.name} = {node.target}{node.args}{dict(node.kwargs)}"
+
+
+def first_difference(mine: list[str], others: list[list[str]]) -> tuple[int, str] | None:
+    """The first rank whose lines differ from ``mine``, and that rank's first differing node as errors name it."""
+    for rank, theirs in enumerate(others):
+        if theirs == mine:
+            continue
+        for ours, line in zip(mine, theirs, strict=False):
+            if ours.split("\t", 1)[1] != line.split("\t", 1)[1]:
+                return rank, line.split("\t", 1)[0]
+        longer = theirs if len(theirs) > len(mine) else mine
+        common = min(len(theirs), len(mine))
+        if len(theirs) != len(mine):
+            return rank, longer[common].split("\t", 1)[0]
+    return None

@@ -1,0 +1,193 @@
+"""Our operator rules: what placements over one mesh axis an operator may compute with.
+
+A rule returns rows ``(outputs, inputs)`` of single placements. Rows whose shards are not even are dropped later, and the
+all-replicated row is added by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+
+R: Placement = Replicate()
+P: Placement = Partial("sum")
+S: Callable[[int], Placement] = Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCall:
+    """One call of an operator on global fake tensors; ``split_factors`` are those of strided shards that may arrive."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor | None, ...]
+    split_factors: tuple[int, ...] = (1,)
+
+
+Row = tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]
+Rule = Callable[[OpCall], list[Row]]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for operators; each may have one only."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            assert op not in RULES, f"{op} has a rule already"
+            RULES[op] = function
+        return function
+
+    return register
+
+
+def same(placement: Placement, call: OpCall) -> Row:
+    """The row in which every tensor has ``placement``."""
+    return tuple(placement if item is not None else None for item in call.outputs), (placement,) * len(call.inputs)
+
+
+def along(call: OpCall, dims: Iterable[int]) -> list[Row]:
+    """Rows in which every tensor is sharded on the same dim."""
+    return [same(S(dim), call) for dim in dims]
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def sum_rule(call: OpCall) -> list[Row]:
+    """A reduced dim gives a partial sum, a kept dim stays sharded; sums are linear."""
+    (x,) = call.inputs
+    dims = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim())
+    reduced = {dim % x.dim() for dim in dims} if x.dim() else set()
+    keepdim = len(call.args) > 2 and call.args[2]
+    rows: list[Row] = [((P,), (P,))]
+    for dim in range(x.dim()):
+        kept = dim if keepdim else dim - sum(other < dim for other in reduced)
+        rows.append(((P if dim in reduced else S(kept),), (S(dim),)))
+    return rows
+
+
+@rule(aten.full.default)
+def full_rule(call: OpCall) -> list[Row]:
+    """A constant has any shard for nothing, and zeros are a partial sum too."""
+    (out,) = call.outputs
+    assert out is not None
+    rows: list[Row] = [((S(dim),), ()) for dim in range(out.dim())]
+    return rows + [((P,), ())] if call.args[1] == 0 else rows
+
+
+@rule(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low)
+def random_factory_rule(call: OpCall) -> list[Row]:
+    """Each shard draws its own part."""
+    (out,) = call.outputs
+    assert out is not None
+    return [((S(dim),), ()) for dim in range(out.dim())]
+
+
+@rule(aten.arange.start_step, aten.arange.default, aten.arange.start, aten.scalar_tensor.default, aten.empty.memory_format)
+def small_factory_rule(call: OpCall) -> list[Row]:
+    """Every rank makes the whole; slicing it is free."""
+    return []
+
+
+@rule(aten.convolution.default)
+def convolution_rule(call: OpCall) -> list[Row]:
+    """Sharded by batch; the weight is whole."""
+    return [((S(0),), (S(0), *(R for _ in call.inputs[1:])))]
+
+
+@rule(aten.convolution_backward.default)
+def convolution_backward_rule(call: OpCall) -> list[Row]:
+    """By batch: the input's gradient is sharded, those of weight and bias are partial sums."""
+    outputs = tuple(None if out is None else (S(0), P, P)[i] for i, out in enumerate(call.outputs))
+    return [(outputs, (S(0), S(0), R))]
+
+
+def _attention_mask(mask: Tensor | None, dim: int) -> tuple[Placement, ...]:
+    if mask is None:
+        return ()
+    # A mask of fewer dims, or of size 1 there, is shared by all batches or heads.
+    return (S(dim) if mask.dim() == 4 and mask.shape[dim] != 1 else R,)
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+def cpu_flash_attention_rule(call: OpCall) -> list[Row]:
+    """(B, H, T, D) tensors by batch or by heads; DTensor knows the CUDA kernels only."""
+    mask = call.kwargs.get("attn_mask")
+    positional = len(call.inputs) - (mask is not None)
+    return [
+        (
+            tuple(S(dim) if out is not None else None for out in call.outputs),
+            (*((S(dim),) * positional), *_attention_mask(mask, dim)),
+        )
+        for dim in (0, 1)
+    ]
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_dense_backward_rule(call: OpCall) -> list[Row]:
+    """Rows of any shard of the indices add up; a sharded embedding dim stays sharded."""
+    grad, indices = call.inputs
+    rows: list[Row] = [((P,), (S(dim), S(dim))) for dim in range(indices.dim())]
+    return [*rows, ((S(1),), (S(grad.dim() - 1), R)), ((P,), (P, R))]
+
+
+@rule(aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
+def indexed_dim_rule(call: OpCall) -> list[Row]:
+    """Sharded on any dim but the indexed one where all tensors have the same size."""
+    first = call.inputs[0]
+    dim = call.args[1] % max(first.dim(), 1)
+    shared = [
+        d for d in range(first.dim()) if d != dim and all(x.dim() == first.dim() and x.shape[d] == first.shape[d] for x in call.inputs)
+    ]
+    rows = along(call, shared)
+    if call.op is aten.gather.default:
+        rows.append(((P,), (P, R)))
+    return rows
+
+
+@rule(
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.max_pool3d_with_indices.default,
+    aten.max_pool3d_with_indices_backward.default,
+    aten.avg_pool3d.default,
+    aten.avg_pool3d_backward.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_bilinear2d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad1d.default,
+)
+def spatial_rule(call: OpCall) -> list[Row]:
+    """(N, C, ...) or (C, ...) tensors: leading dims are independent."""
+    return along(call, (0, 1) if call.inputs[0].dim() >= 4 else (0,))
+
+
+@rule(aten.sort.default, aten.topk.default, aten.cumsum.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
+def one_dim_rule(call: OpCall) -> list[Row]:
+    """Independent along every dim but one; that one is the last unless given."""
+    (x,) = call.inputs
+    position = 2 if call.op is aten.topk.default else 1
+    dim = call.args[position] if len(call.args) > position else -1
+    if dim is None or not x.dim():
+        return []
+    dim %= x.dim()
+    out = next(item for item in call.outputs if item is not None)
+    drops = out.dim() < x.dim()
+    return [
+        (tuple(S(d - (drops and d > dim)) for _ in call.outputs), (S(d),)) for d in range(x.dim()) if d != dim
+    ]

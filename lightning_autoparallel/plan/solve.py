@@ -1,0 +1,223 @@
+"""Choose one candidate per node on one axis, at least redistribution plus computation."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
+from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
+
+Producer = tuple[fx.Node, int]  # a node and which of its outputs
+EdgeTime = Callable[[Placement, Placement, int], float]  # (source, target, global bytes) -> microseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisProblem:
+    """One axis to plan: ``pins`` fix placeholders, ``sinks`` are placements that outputs must end in (any of them)."""
+
+    graph: fx.Graph
+    table: CandidateTable
+    pins: Mapping[fx.Node, Placement]
+    sinks: Sequence[tuple[fx.Node, tuple[Placement, ...]]]
+    edge_time_us: EdgeTime
+    max_sweeps: int = 8
+
+
+@dataclass
+class _State:
+    """Choices so far, and for every produced value how many consumers want it in which placement."""
+
+    problem: AxisProblem
+    candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
+    arguments: dict[fx.Node, tuple[Producer, ...]] = field(default_factory=dict)
+    consumers: dict[Producer, list[tuple[fx.Node, int]]] = field(default_factory=dict)
+    choice: dict[fx.Node, Candidate] = field(default_factory=dict)
+    wanted: dict[Producer, Counter[Placement]] = field(default_factory=dict)
+    sinks: dict[Producer, list[tuple[Placement, ...]]] = field(default_factory=dict)
+
+
+def producer_of(node: fx.Node) -> Producer:
+    """The call and output that a value comes from: ``getitem`` only names it."""
+    if fxn.is_getitem(node):
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
+    """A candidate for every call and placeholder of the graph.
+
+    Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best for
+    its neighbours, until nothing changes. Redistributions that several consumers share are counted once. Every change lowers
+    the total, so it ends; the result is a local optimum.
+    """
+    state = _State(problem)
+    for producer, allowed in ((producer_of(node), allowed) for node, allowed in problem.sinks):
+        state.sinks.setdefault(producer, []).append(allowed)
+    calls = _prepare(state)
+    for node in calls:
+        _choose(state, node, forward_only=True)
+    for sweep in range(problem.max_sweeps):
+        order = reversed(calls) if sweep % 2 == 0 else iter(calls)
+        changed = sum(_choose(state, node, forward_only=False) for node in order)
+        if not changed and not _reduce_early(state, calls):
+            break
+    return state.choice
+
+
+def _reduce_early(state: _State, calls: list[fx.Node]) -> bool:
+    """Reduce partial sums that several consumers would each reduce, where that is cheaper; whether any was.
+
+    No single node can make this move: a consumer that keeps the sum partial could not read a reduced one.
+    """
+    position = {node: i for i, node in enumerate(calls)}
+    best, improved = _total_time_us(state, calls), False
+    for node in calls:
+        if len(state.consumers.get((node, 0), [])) < 2 or not _is_partial(state.choice[node].outputs[0]):
+            continue
+        before = dict(state.choice)
+        _set_instead(state, node, state.candidates[node][0])
+        _repair_consumers(state, node, position)
+        total = _total_time_us(state, calls)
+        if total < best:
+            best, improved = total, True
+        else:
+            for changed in [n for n in calls if state.choice[n] is not before[n]]:
+                _set_instead(state, changed, before[changed])
+    return improved
+
+
+def _repair_consumers(state: _State, node: fx.Node, position: Mapping[fx.Node, int]) -> None:
+    """Choose again, in graph order, for every consumer that cannot read what its producer now makes."""
+    pending = {consumer for consumer, _ in state.consumers.get((node, 0), [])}
+    while pending:
+        consumer = min(pending, key=position.__getitem__)
+        pending.discard(consumer)
+        if math.isinf(_time_us(state, consumer, state.choice[consumer], forward_only=True, shared=False)):
+            _forget(state, consumer, state.choice[consumer])
+            _set(state, consumer, min(state.candidates[consumer], key=lambda c: _time_us(state, consumer, c, True)))
+            for index in range(len(state.choice[consumer].outputs)):
+                pending.update(after for after, _ in state.consumers.get((consumer, index), []))
+
+
+def _set_instead(state: _State, node: fx.Node, candidate: Candidate) -> None:
+    _forget(state, node, state.choice[node])
+    _set(state, node, candidate)
+
+
+def _total_time_us(state: _State, calls: list[fx.Node]) -> float:
+    total = 0.0
+    for node, candidate in state.choice.items():
+        total += candidate.time_us
+        for index, placement in enumerate(candidate.outputs):
+            if placement is not None:
+                total += _output_time_us(state, (node, index), placement)
+    return total
+
+
+def _is_partial(placement: Placement | None) -> bool:
+    return placement is not None and placement.is_partial()
+
+
+def _prepare(state: _State) -> list[fx.Node]:
+    """Candidates and consumers of every call, in graph order; placeholders are chosen already."""
+    calls = []
+    factors: dict[fx.Node, tuple[int, ...]] = {}
+    dependent: set[fx.Node] = set()
+    for node in state.problem.graph.nodes:
+        if node.op == "placeholder":
+            placement = state.problem.pins[node]
+            state.choice[node] = Candidate(outputs=(placement,), inputs=(), time_us=0.0)
+            factors[node] = (1,)
+            if not placement.is_replicate():
+                dependent.add(node)
+        elif node.op == "call_function" and not fxn.is_getitem(node):
+            arguments = tuple(producer_of(argument) for argument in fxn.tensor_arguments(node))
+            arriving = sorted({1, *(factor for source, _ in arguments for factor in factors[source])})
+            candidates = state.problem.table.of(node, tuple(arriving))
+            factors[node] = _factors(candidates)
+            state.arguments[node] = arguments
+            for position, producer in enumerate(arguments):
+                state.consumers.setdefault(producer, []).append((node, position))
+            if any(source in dependent for source, _ in arguments):
+                dependent.add(node)
+                state.candidates[node] = candidates
+            else:
+                # What does not depend on the batch starts replicated, whatever slicing it would save.
+                state.candidates[node] = candidates
+                _set(state, node, candidates[0])
+            calls.append(node)
+    return calls
+
+
+def _factors(candidates: tuple[Candidate, ...]) -> tuple[int, ...]:
+    strided = {split_factor_of(p) for c in candidates for p in c.outputs if isinstance(p, StridedShard)}
+    return tuple(sorted({1, *strided}))
+
+
+def _choose(state: _State, node: fx.Node, forward_only: bool) -> bool:
+    """Give ``node`` its best candidate; whether that changed anything."""
+    previous = state.choice.get(node)
+    if forward_only and previous is not None:
+        return False
+    if previous is not None:
+        _forget(state, node, previous)
+    candidates = state.candidates[node]
+    if len(candidates) == 1:
+        best = candidates[0]
+    else:
+        # Ties go to what is chosen already, then to the first: sweeps end and all ranks decide alike.
+        best = min(candidates, key=lambda c: (_time_us(state, node, c, forward_only), c is not previous))
+    _set(state, node, best)
+    return best is not previous
+
+
+def _set(state: _State, node: fx.Node, candidate: Candidate) -> None:
+    state.choice[node] = candidate
+    for producer, placement in zip(state.arguments[node], candidate.inputs, strict=True):
+        state.wanted.setdefault(producer, Counter())[placement] += 1
+
+
+def _forget(state: _State, node: fx.Node, candidate: Candidate) -> None:
+    for producer, placement in zip(state.arguments[node], candidate.inputs, strict=True):
+        state.wanted[producer][placement] -= 1
+
+
+def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: bool, shared: bool = True) -> float:
+    total = candidate.time_us
+    for (source, index), target in zip(state.arguments[node], candidate.inputs, strict=True):
+        chosen = state.choice[source].outputs[index]
+        others = state.wanted.get((source, index), {}) if shared else {}
+        if chosen is None or others.get(target):
+            continue
+        if forward_only and chosen.is_partial() and not (target.is_partial() or target.is_replicate()):
+            # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
+            return math.inf
+        total += _edge(state, (source, index), chosen, target)
+    if not forward_only:
+        for index, placement in enumerate(candidate.outputs):
+            if placement is not None:
+                total += _output_time_us(state, (node, index), placement)
+    return total
+
+
+def _output_time_us(state: _State, producer: Producer, placement: Placement) -> float:
+    targets = [target for target, count in state.wanted.get(producer, {}).items() if count]
+    total = sum(_edge(state, producer, placement, target) for target in targets)
+    for allowed in state.sinks.get(producer, []):
+        total += min(0.0 if target in targets else _edge(state, producer, placement, target) for target in allowed)
+    return total
+
+
+def _edge(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
+    value = fxn.values(producer[0])[producer[1]]
+    assert value is not None
+    return state.problem.edge_time_us(source, target, fxn.size_bytes(value))
