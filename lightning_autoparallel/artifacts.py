@@ -1,0 +1,34 @@
+"""The one writer of dumps: graphs before and after each pass, plans, reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+
+class ArtifactWriter:
+    """Writes under ``directory``, or nowhere when that is None."""
+
+    def __init__(self, directory: str | Path | None) -> None:
+        self._directory = None if directory is None else Path(directory)
+
+    def text(self, name: str, content: str) -> None:
+        """Write ``content`` to the file ``name`` below the directory."""
+        if self._directory is not None:
+            path = self._directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+
+    def graph(self, name: str, graph_module: fx.GraphModule) -> None:
+        """Write a graph as readable Python with shapes."""
+        if self._directory is not None:
+            self.text(f"{name}.py.txt", graph_module.print_readable(print_output=False))
+
+    def record(self, name: str, value: Any) -> None:
+        """Write a dataclass as JSON."""
+        if self._directory is not None:
+            self.text(f"{name}.json", json.dumps(dataclasses.asdict(value), indent=2, default=str))

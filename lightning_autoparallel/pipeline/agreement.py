@@ -1,0 +1,52 @@
+"""Ranks agree before they talk: small messages on a group of their own, so that a difference is an error and no hang."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autoparallel.errors import AutoParallelError, CaptureError
+
+
+class ControlGroup:
+    """All ranks on a gloo group apart from the mesh's: nothing the step launches is counted or delayed by it."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        # A fake world has one process, which agrees with itself.
+        self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
+
+    def agrees(self, text: str) -> bool:
+        """Whether every rank gave the same text: one all-reduce of 16 bytes."""
+        if self._alone:
+            return True
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        bounds = torch.tensor([number, -number])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(bounds[0] == -bounds[1])
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, by rank."""
+        if self._alone:
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def raise_together(self, error: AutoParallelError | None) -> None:
+        """Raise on all ranks if any has an error: its own, or the first other rank's.
+
+        Raises:
+            AutoParallelError: some rank has an error.
+        """
+        if self.agrees("" if error is None else "error") and error is None:
+            return
+        messages = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        rank = next(i for i, message in enumerate(messages) if message is not None)
+        raise CaptureError(f"rank {rank} stopped: {messages[rank]}")

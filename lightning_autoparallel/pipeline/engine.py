@@ -1,0 +1,265 @@
+"""``StepEngine``: shards a module, captures its steps as they come, and runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
+from lightning_autoparallel.capture import (
+    BatchLayout,
+    StepEffects,
+    StepRequest,
+    TensorSpec,
+    Watcher,
+    describe_batch,
+    flatten_batch,
+)
+from lightning_autoparallel.compile import run_step
+from lightning_autoparallel.contracts import CompiledStep, PlanReport
+from lightning_autoparallel.errors import CaptureError, ConfigError
+from lightning_autoparallel.pipeline.stages import StageContext, build_step
+from lightning_autoparallel.plan.named import parameter_storage, plan_axes
+from lightning_autoparallel.torch_compat.tree import tree_unflatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture."""
+
+    name: str
+    run: Callable[[Any, Watcher], Any]
+    effects: Callable[[Watcher], StepEffects]
+    training: bool
+    loss_leaf: Callable[[Any], Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one real step gave: its result, and the tensors that its recorded effects replay with."""
+
+    output: Any
+    effects: StepEffects
+    effect_tensors: tuple[Tensor, ...]
+    step: CompiledStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    step: CompiledStep
+    watcher: Watcher
+    effects: StepEffects
+    layouts: tuple[ParameterLayout | None, ...]
+
+    def holds(self, counters: Mapping[str, int]) -> bool:
+        return all(guard.holds(counters) for guard in self.watcher.guards)
+
+
+@dataclass
+class StepEngine:
+    """Holds one module's captured steps; ``draws`` numbers the steps that drew random numbers, for their seeds."""
+
+    module: nn.Module
+    context: StageContext
+    device: torch.device
+    batch_dims: int | Mapping[str, int | None] | None = None
+    seed: int = 0
+    draws: int = 0
+    layouts: dict[str, ParameterLayout] = field(default_factory=dict)
+    reports: dict[str, PlanReport] = field(default_factory=dict)
+    _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
+    _captures: dict[str, int] = field(default_factory=dict)
+
+    def shard_parameters(self) -> None:
+        """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
+
+        Raises:
+            ConfigError: a submodule on meta cannot initialise itself.
+        """
+        self.layouts = parameter_layouts(self.module, self._parameter_mesh(), self._storage)
+        materialise_module(self.module, self.layouts, self.device)
+        shard_module(self.module, self.layouts, self.device)
+        self.module.to(self.device)
+
+    def _parameter_mesh(self) -> Any:
+        return self.context.mesh.submesh(self.context.mesh.data_parallel_axes or self.context.mesh.spec.names)
+
+    def _storage(self, shape: tuple[int, ...]) -> Placement:
+        axes = plan_axes(self.context.config.plan, self.context.mesh)
+        storage = parameter_storage(self.context.config.plan, shape, axes)
+        return storage[0] if storage else Replicate()
+
+    def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
+        """Capture ``call`` for batches like this local one, without running it."""
+        leaves, rebuild = flatten_batch(batch)
+        return self._variant(call, leaves, rebuild, counters).step.report
+
+    def execute(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> StepResult:
+        """Run one step on this rank's ``batch``; every rank calls it alike.
+
+        Raises:
+            ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
+            CaptureError: the step cannot be captured, or changes with every batch.
+        """
+        leaves, rebuild = flatten_batch(batch)
+        variant = self._variant(call, leaves, rebuild, counters)
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
+        inputs = [*parameters.values(), *buffers.values(), *tensors]
+        with self._seeded(variant.step):
+            results = run_step(variant.step, inputs, variant.layouts)
+        return self._distribute(variant, results, buffers)
+
+    def _distribute(self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor]) -> StepResult:
+        captured = variant.step.captured
+        items = [item for item in captured.outputs if item.kind != "gradient"]
+        outputs: dict[int, Tensor] = {}
+        effects: list[Tensor] = []
+        for item, result in zip(items, results, strict=True):
+            if item.kind == "buffer":
+                buffers[item.name].copy_(result)
+            elif item.kind == "log":
+                effects.append(result)
+            else:
+                outputs[int(item.name)] = result
+        leaves: list[Any] = []
+        remaining = iter(sorted(outputs))
+        for position in range(len(outputs) + len(captured.static_outputs)):
+            static = position in captured.static_outputs
+            leaves.append(captured.static_outputs[position] if static else outputs[next(remaining)])
+        return StepResult(
+            output=tree_unflatten(leaves, captured.output_spec),
+            effects=variant.effects,
+            effect_tensors=tuple(effects),
+            step=variant.step,
+        )
+
+    def _variant(
+        self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any], counters: Mapping[str, int]
+    ) -> _Variant:
+        layout = describe_batch(leaves, self.batch_dims)
+        key = (call.name, layout, self._module_state())
+        known = self._variants.setdefault(key, [])
+        index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
+        self._check_agreement(call, layout, leaves, index)
+        if index == len(known):
+            known.append(self._capture(call, layout, leaves, rebuild, counters, known))
+        return known[index]
+
+    def _module_state(self) -> Any:
+        """What besides the batch changes the graph: modes of submodules, frozen parameters."""
+        return (
+            tuple(submodule.training for submodule in self.module.modules()),
+            tuple(parameter.requires_grad for parameter in self.module.parameters()),
+        )
+
+    def _check_agreement(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], index: int) -> None:
+        batched = {leaf.path for leaf in layout.leaves if leaf.batched}
+        values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
+        mine = (call.name, str(layout), values, index)
+        if self.context.control.agrees(repr((mine, self._module_state()))):
+            return
+        everyone = self.context.control.gather(mine)
+        rank = next((i for i, theirs in enumerate(everyone) if theirs[:2] != everyone[0][:2]), None)
+        if rank is not None:
+            raise ConfigError(
+                f"ranks hold different batches: rank 0 has {everyone[0][0]} on {everyone[0][1]}, rank {rank} has "
+                f"{everyone[rank][0]} on {everyone[rank][1]}; give every rank the same number of rows (drop_last=True)"
+            )
+        rank = next((i for i, theirs in enumerate(everyone) if theirs[2] != everyone[0][2]), None)
+        if rank is not None:
+            paths = [path for path, digest in everyone[0][2].items() if everyone[rank][2].get(path) != digest]
+            raise ConfigError(
+                f"batch leaf '{paths[0]}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, so "
+                f"it is replicated; give all ranks the same values, or set batch_dims={{'{paths[0]}': 0}}"
+            )
+        raise CaptureError("ranks took different branches of the step, or froze different parameters: they must decide alike")
+
+    def _capture(
+        self,
+        call: StepCall,
+        layout: BatchLayout,
+        leaves: Sequence[tuple[str, Any]],
+        rebuild: Callable[[list[Any]], Any],
+        counters: Mapping[str, int],
+        known: list[_Variant],
+    ) -> _Variant:
+        self._count_capture(call, layout, known)
+        watcher = Watcher(counters)
+        effects = call.effects(watcher)
+
+        def run(values: list[Any]) -> Any:
+            watcher.start()
+            return call.run(rebuild(values), watcher)
+
+        request = StepRequest(
+            name=call.name,
+            module=self.module,
+            run=run,
+            parameters={name: TensorSpec.of(parameter) for name, parameter in self.module.named_parameters()},
+            buffers={name: TensorSpec.of(buffer) for name, buffer in self.module.named_buffers()},
+            layout=layout,
+            static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
+            batch_shards=self.context.mesh.data_parallel_size,
+            device=self.device,
+            effects=effects,
+            training=call.training,
+            loss_leaf=call.loss_leaf,
+            notice=self.context.warn,
+        )
+        step = build_step(request, self.context)
+        self.reports[call.name] = step.report
+        others = (None,) * (len(request.buffers) + len(layout.tensors))
+        names = list(request.parameters)
+        return _Variant(
+            step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
+        )
+
+    def _layout_of(self, name: str) -> ParameterLayout | None:
+        parameter = self.module.get_parameter(name)
+        return self.layouts[name] if isinstance(parameter, DTensor) else None
+
+    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
+        count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
+        limit = self.context.config.max_captures
+        if count <= limit:
+            if count > 1:
+                reason = "another branch" if known else f"a batch of another kind ({layout})"
+                self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
+            return
+        guards = [guard for variant in known for guard in variant.watcher.guards]
+        if guards:
+            raise CaptureError(
+                f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants of "
+                f"{call.name} were captured; compute it on tensors, or raise max_captures"
+            )
+        raise CaptureError(
+            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
+            "shapes, or raise max_captures"
+        )
+
+    @contextlib.contextmanager
+    def _seeded(self, step: CompiledStep) -> Iterator[None]:
+        """Random draws of a step differ between batch shards and steps, and leave the user's generators alone."""
+        if not step.has_random_ops:
+            yield
+            return
+        self.draws += 1
+        text = f"{self.seed} {self.draws} {self.context.mesh.data_parallel_rank}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() if tensor.numel() else ""

@@ -1,0 +1,172 @@
+"""The stages, in order: capture -> plan -> apply -> passes -> partition -> lower."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lightning_autoparallel.apply import lower_graph
+from lightning_autoparallel.artifacts import ArtifactWriter
+from lightning_autoparallel.capture import StepRequest, capture_step
+from lightning_autoparallel.compile import lower_partitioned, partition_graph
+from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    CompiledStep,
+    PartitionedGraph,
+    PassReport,
+    PlanReport,
+    ShardingPlan,
+)
+from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.passes import joint_passes, run_passes
+from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.plan import fingerprint_lines, first_difference, make_plan
+
+Progress = Callable[[str, str, float], None]  # (graph, stage, seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What the stages need besides the step: where it runs, how, and whom to tell."""
+
+    mesh: ParallelMesh
+    config: EngineConfig
+    control: ControlGroup
+    warn: Callable[[str], None]
+    progress: Progress = field(default=lambda graph, stage, seconds: None)
+
+
+def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
+    """Take one step through all stages; every rank calls it with an equal request.
+
+    Raises:
+        CaptureError: the step cannot be recorded, on this rank or on another, or ranks recorded different graphs.
+        ConfigError: the plan does not fit the mesh.
+    """
+    timings: dict[str, float] = {}
+    clock = _clock(request.name, timings, context.progress)
+    captured, plan = _agreed_plan(request, context, clock)
+    with clock("apply"):
+        sharded = lower_graph(captured, plan)
+    artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
+    with clock("passes"):
+        passes = run_passes(
+            sharded.graph_module,
+            request.name,
+            joint_passes(),
+            context.mesh.axes_by_group(),
+            artifacts,
+            disabled=context.config.disabled_passes,
+        )
+        partitioned = partition_graph(sharded, context.config.reshard_after_forward)
+    report = _report(partitioned, plan, passes, timings, context.mesh)
+    _dump(artifacts, captured, partitioned, report)
+    with clock("compile"):
+        forward, backward = lower_partitioned(partitioned, context.config.compile)
+    return CompiledStep(
+        partitioned=partitioned,
+        forward=forward,
+        backward=backward,
+        captured=captured,
+        constants=tuple(value.to(request.device) for value in captured.constants.values()),
+        report=report,
+        has_random_ops=any(fxn.is_random(node) for node in captured.graph_module.graph.nodes),
+    )
+
+
+Clock = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def _clock(graph: str, timings: dict[str, float], progress: Progress) -> Clock:
+    @contextlib.contextmanager
+    def clock(stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        timings[stage] = time.perf_counter() - start
+        progress(graph, stage, timings[stage])
+
+    return clock
+
+
+def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> tuple[CapturedGraph, ShardingPlan]:
+    """Capture and plan on every rank; an error, or a difference, of one rank is an error of all."""
+    error: AutoParallelError | None = None
+    captured: CapturedGraph | None = None
+    plan: ShardingPlan | None = None
+    try:
+        with clock("capture"):
+            captured = capture_step(request)
+        with clock("plan"):
+            plan = make_plan(captured, context.config.plan, context.mesh, context.warn)
+    except AutoParallelError as caught:
+        error = caught
+    context.control.raise_together(error)
+    assert captured is not None and plan is not None
+    _check_same_everywhere(fingerprint_lines(captured, plan), context.control)
+    return captured, plan
+
+
+def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:
+    if control.agrees("\n".join(line.split("\t", 1)[1] for line in lines)):
+        return
+    gathered = control.gather(lines)
+    difference = first_difference(gathered[0], gathered)
+    assert difference is not None
+    rank, node = difference
+    raise CaptureError(
+        f"rank {rank}'s graph differs at node {node} from rank 0's: every rank must run the same step; look for branches on "
+        "the rank, on the data, or on random numbers of Python"
+    )
+
+
+def _report(
+    partitioned: PartitionedGraph,
+    plan: ShardingPlan,
+    passes: tuple[PassReport, ...],
+    timings: dict[str, float],
+    mesh: ParallelMesh,
+) -> PlanReport:
+    axes = mesh.axes_by_group()
+    forward = "forward" if partitioned.backward is not None else "inference"
+    collectives = {forward: fxn.count_collectives(partitioned.forward.graph, axes)}
+    if partitioned.backward is not None:
+        collectives["backward"] = fxn.count_collectives(partitioned.backward.graph, axes)
+    return PlanReport(
+        graph=partitioned.sharded.name,
+        mesh=mesh.sizes,
+        plan=plan.name,
+        timings_s=timings,
+        collectives=collectives,
+        saved_bytes=_saved_bytes(partitioned),
+        parameters_bytes=_parameters_bytes(partitioned),
+        passes=passes,
+    )
+
+
+def _saved_bytes(partitioned: PartitionedGraph) -> int:
+    (output,) = [node for node in partitioned.forward.graph.nodes if node.op == "output"]
+    results = output.args[0]
+    assert isinstance(results, (list, tuple))
+    saved = results[len(results) - partitioned.saved_values :] if partitioned.saved_values else []
+    return sum(fxn.size_bytes(node.meta["val"]) for node in saved if isinstance(node, fx.Node))
+
+
+def _parameters_bytes(partitioned: PartitionedGraph) -> int:
+    placeholders = [node for node in partitioned.sharded.graph_module.graph.nodes if node.op == "placeholder"]
+    pairs = zip(placeholders, partitioned.sharded.inputs, strict=True)
+    return sum(fxn.size_bytes(node.meta["val"]) for node, item in pairs if item.kind == "parameter")
+
+
+def _dump(artifacts: ArtifactWriter, captured: CapturedGraph, partitioned: PartitionedGraph, report: PlanReport) -> None:
+    artifacts.graph(f"{captured.name}/captured", captured.graph_module)
+    artifacts.graph(f"{captured.name}/forward", partitioned.forward)
+    if partitioned.backward is not None:
+        artifacts.graph(f"{captured.name}/backward", partitioned.backward)
+    artifacts.record(f"{captured.name}/report", report)
