@@ -86,7 +86,9 @@ def _check_axis(name: str, size: int) -> None:
         hint = f"did you mean '{nearest[0]}'?" if nearest else f"axes are {', '.join(MESH_AXES)}"
         raise ConfigError(f"unknown mesh axis '{name}': {hint}")
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-        raise ConfigError(f"mesh axis '{name}' has size {size!r}: give a positive number of processes, or -1 for one axis")
+        raise ConfigError(
+            f"mesh axis '{name}' has size {size!r}: give a positive number of processes, or -1 for one axis"
+        )
 
 
 def check_plan(plan: str) -> str:

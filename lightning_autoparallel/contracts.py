@@ -98,8 +98,8 @@ class ShardedGraph:
 class PartitionedGraph:
     """The sharded graph split in two.
 
-    ``forward`` takes the inputs without tangents and returns the results, then ``saved_values`` more tensors. ``backward``
-    takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
+    ``forward`` takes the inputs without tangents and returns the results, then ``saved_values`` more tensors.
+    ``backward`` takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
     """
 
     sharded: ShardedGraph

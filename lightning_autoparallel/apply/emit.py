@@ -22,7 +22,9 @@ class GraphEmitter:
 
     def on_behalf_of(self, node: fx.Node) -> None:
         """Give the calls that follow the annotations of ``node``."""
-        self._origin = {key: node.meta[key] for key in ("custom", "partitioner_tag", "seq_nr", "stack_trace") if key in node.meta}
+        self._origin = {
+            key: node.meta[key] for key in ("custom", "partitioner_tag", "seq_nr", "stack_trace") if key in node.meta
+        }
 
     def placeholder(self, name: str, value: Tensor) -> fx.Node:
         """An input of the graph."""

@@ -80,7 +80,11 @@ class _Lowering:
                 self._in(node, placed)
 
     def _ends(self) -> list[tuple[fx.Node, Placements]]:
-        return [(result, placed) for result, placed in zip(self._results, self._plan.outputs, strict=True) if placed is not None]
+        return [
+            (result, placed)
+            for result, placed in zip(self._results, self._plan.outputs, strict=True)
+            if placed is not None
+        ]
 
     def _lower_placeholder(self, node: fx.Node) -> None:
         item = self._inputs[node]
@@ -92,7 +96,11 @@ class _Lowering:
         shape = local_shape(value.shape, stored, self._plan.axes)
         with self.emitter.fake_mode:
             # Without shards the local tensor is the global one, strides included.
-            local = torch.empty(shape, dtype=value.dtype, device=value.device) if shape != list(value.shape) else value.detach()
+            local = (
+                torch.empty(shape, dtype=value.dtype, device=value.device)
+                if shape != list(value.shape)
+                else value.detach()
+            )
         self._stored[node] = stored
         self._placed[(node, stored)] = self.emitter.placeholder(node.name, local)
 
@@ -137,7 +145,9 @@ class _Lowering:
         assert placed is not None, f"{node.name} is no tensor"
         expected = local_shape(node.meta["val"].shape, placed, self._plan.axes)
         actual = list(lowered.meta["val"].shape)
-        assert actual == expected, f"{fxn.describe(node)}: local shape {actual}, its placement {placed} means {expected}"
+        assert actual == expected, (
+            f"{fxn.describe(node)}: local shape {actual}, its placement {placed} means {expected}"
+        )
         self._stored[node] = placed
         self._placed[(node, placed)] = lowered
 

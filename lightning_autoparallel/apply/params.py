@@ -124,7 +124,9 @@ def materialise_module(module: nn.Module, layouts: Mapping[str, ParameterLayout]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tied: dict[int, nn.Parameter] = {}
     for path, submodule in module.named_modules():
-        on_meta = [t for t in (*submodule._parameters.values(), *submodule._buffers.values()) if t is not None and t.is_meta]
+        on_meta = [
+            t for t in (*submodule._parameters.values(), *submodule._buffers.values()) if t is not None and t.is_meta
+        ]
         if not on_meta:
             continue
         _check_can_reset(path, submodule)

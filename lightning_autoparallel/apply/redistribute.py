@@ -1,7 +1,7 @@
 """Redistributions written out as functional collectives.
 
-A shard of an uneven dim is padded to the same size on every rank, so all ranks run one graph; the padding is cut off after
-a gather and added before a scatter.
+A shard of an uneven dim is padded to the same size on every rank, so all ranks run one graph; the padding is cut off
+after a gather and added before a scatter.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _split_shape(whole: Sequence[int], placement: Placement, size: int) -> tuple
     return [*whole[:dim], factor, size, part, *whole[dim + 1 :]], dim + 1
 
 
-def _ranks_first(emitter: GraphEmitter, node: fx.Node, whole: list[int], placement: Placement, axis: PlanAxis) -> fx.Node:
+def _ranks_first(
+    emitter: GraphEmitter, node: fx.Node, whole: list[int], placement: Placement, axis: PlanAxis
+) -> fx.Node:
     """(ranks, local shape...): the parts of a whole value, one after another, padded where they are uneven."""
     dim = _dim(placement)
     split, position = _split_shape(whole, placement, axis.size)
@@ -103,7 +105,9 @@ def _ranks_first(emitter: GraphEmitter, node: fx.Node, whole: list[int], placeme
     return emitter.view(node, [axis.size, *part])
 
 
-def _take_own_part(emitter: GraphEmitter, node: fx.Node, whole: list[int], target: Placement, axis: PlanAxis) -> fx.Node:
+def _take_own_part(
+    emitter: GraphEmitter, node: fx.Node, whole: list[int], target: Placement, axis: PlanAxis
+) -> fx.Node:
     dim, part = _dim(target), math.ceil(whole[_dim(target)] / axis.size)
     if split_factor_of(target) == 1 and part * axis.size == whole[dim]:
         return emitter.call(aten.slice.Tensor, node, dim, axis.rank * part, (axis.rank + 1) * part)

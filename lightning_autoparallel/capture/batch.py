@@ -61,7 +61,11 @@ def flatten_batch(batch: Any) -> tuple[list[tuple[str, Any]], Rebuild]:
         return [("", batch)], lambda leaves: leaves[0]
     keys, items, build = children
     parts = [flatten_batch(item) for item in items]
-    leaves = [(f"{key}.{path}" if path else str(key), leaf) for key, part in zip(keys, parts, strict=True) for path, leaf in part[0]]
+    leaves = [
+        (f"{key}.{path}" if path else str(key), leaf)
+        for key, part in zip(keys, parts, strict=True)
+        for path, leaf in part[0]
+    ]
 
     def rebuild(values: list[Any]) -> Any:
         rebuilt, start = [], 0
@@ -76,15 +80,21 @@ def flatten_batch(batch: Any) -> tuple[list[tuple[str, Any]], Rebuild]:
 def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
     if isinstance(value, Mapping):
         keys = list(value)
-        return keys, [value[key] for key in keys], lambda items: _mapping_like(value, dict(zip(keys, items, strict=True)))
+        return (
+            keys,
+            [value[key] for key in keys],
+            lambda items: _mapping_like(value, dict(zip(keys, items, strict=True))),
+        )
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(value._fields), list(value), lambda items: type(value)(*items)
     if isinstance(value, (list, tuple)):
         return list(range(len(value))), list(value), type(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return names, [getattr(value, name) for name in names], lambda items: dataclasses.replace(
-            value, **dict(zip(names, items, strict=True))
+        return (
+            names,
+            [getattr(value, name) for name in names],
+            lambda items: dataclasses.replace(value, **dict(zip(names, items, strict=True))),
         )
     return None
 
@@ -120,7 +130,7 @@ def _leaf(path: str, leaf: Any, length: int | None, overrides: Mapping[str, int 
 
 
 def _comparable(leaf: Any) -> Any:
-    # Strings name rows and change with every batch: a step can hardly compute with them, so they are no reason to capture.
+    # Strings name rows and change with every batch: a step can hardly compute with them, so they need no new capture.
     return leaf if isinstance(leaf, (bool, int, float)) or leaf is None else type(leaf).__name__
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from lightning_autoparallel.torch_compat.decompositions import core_aten_decompositions, get_decompositions
 
+from lightning_autoparallel.torch_compat.decompositions import core_aten_decompositions, get_decompositions
 from lightning_autoparallel.torch_compat.sharding import has_rule
 
 aten = torch.ops.aten
@@ -57,7 +57,9 @@ def _mean_all(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return aten.sum.default(tensor, dtype=dtype) / tensor.numel()
 
 
-def var_mean(tensor: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def var_mean(
+    tensor: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """Two-pass variance and mean from sums: each pass is one reduction of the small result, never a gather."""
     reduced = _reduced(dims, tensor)
     count = _count(tensor, reduced)
@@ -132,7 +134,7 @@ def batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of ``batch_norm_functional``, again from sums over the global batch (Ioffe and Szegedy 2015, sec. 3)."""
+    """The gradients of ``batch_norm_functional``, from sums over the global batch (Ioffe and Szegedy 2015, sec. 3)."""
     dims, shape, count = _channels(x)
     if train:
         assert save_mean is not None and save_invstd is not None
@@ -183,13 +185,17 @@ def _full_like(tensor: Tensor, value: Any, *, dtype: torch.dtype | None = None, 
 
 
 def _new_filled(value: float) -> Callable[..., Tensor]:
-    def filled(tensor: Tensor, size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    def filled(
+        tensor: Tensor, size: list[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+    ) -> Tensor:
         return aten.full.default(list(size), value, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
     return filled
 
 
-def _new_full(tensor: Tensor, size: list[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+def _new_full(
+    tensor: Tensor, size: list[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Tensor:
     return aten.full.default(list(size), value, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 

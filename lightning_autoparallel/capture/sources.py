@@ -19,7 +19,8 @@ from lightning_autoparallel.torch_compat.tracing import record_frames
 _PACKAGE = str(Path(__file__).parents[1])
 _SITE_PACKAGES = Path(torch.__file__).parents[1]
 _LIBRARIES = tuple(
-    str(_SITE_PACKAGES / name) for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
+    str(_SITE_PACKAGES / name)
+    for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 )
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 

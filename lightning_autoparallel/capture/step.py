@@ -42,7 +42,10 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The spec of a tensor; of a DTensor its global one."""
         return cls(
-            shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
         )
 
 
@@ -206,7 +209,10 @@ def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
 
 def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...]) -> tuple[GraphInput, ...]:
     known = [
-        *(GraphInput(kind="parameter", name=name, requires_grad=spec.requires_grad) for name, spec in request.parameters.items()),
+        *(
+            GraphInput(kind="parameter", name=name, requires_grad=spec.requires_grad)
+            for name, spec in request.parameters.items()
+        ),
         *(GraphInput(kind="buffer", name=name) for name in request.buffers),
         *(GraphInput(kind="batch", name=leaf.path, batched=leaf.batched) for leaf in request.layout.tensors),
     ]
@@ -227,7 +233,9 @@ def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -
         if kind == "output":
             is_result = position < step.results
             outputs.append(
-                GraphOutput(kind="output" if is_result else "log", name=str(position if is_result else position - step.results))
+                GraphOutput(
+                    kind="output" if is_result else "log", name=str(position if is_result else position - step.results)
+                )
             )
         elif kind == "mutation":
             outputs.append(GraphOutput(kind="buffer", name=by_position[position].name))

@@ -29,8 +29,9 @@ _FREE_VIEWS = {
 def partition_graph(sharded: ShardedGraph, reshard_after_forward: bool = True) -> PartitionedGraph:
     """Split ``sharded`` in two; without a backward the forward is the whole graph.
 
-    The backward recomputes free views, the user's checkpoint regions and, with ``reshard_after_forward``, every parameter
-    gather with the whole chain after it, so that nothing that holds gathered data is saved. Random draws are never repeated.
+    The backward recomputes free views, the user's checkpoint regions and, with ``reshard_after_forward``, every
+    parameter gather with the whole chain after it, so that nothing that holds gathered data is saved. Random draws are
+    never repeated.
     """
     if not sharded.has_backward:
         return PartitionedGraph(sharded=sharded, forward=sharded.graph_module, backward=None)
@@ -68,7 +69,9 @@ class _Partition:
         self._results = [node for node, kind in zip(results, kinds, strict=True) if kind != "gradient"]
         self._gradients = [node for node, kind in zip(results, kinds, strict=True) if kind == "gradient"]
         self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
-        self._tangents = [n for n, item in zip(self._placeholders, sharded.inputs, strict=True) if item.kind == "tangent"]
+        self._tangents = [
+            n for n, item in zip(self._placeholders, sharded.inputs, strict=True) if item.kind == "tangent"
+        ]
         self._forward = _ancestors(self._results) - set(self._placeholders)
         self._recomputed = self._choose_recomputed(reshard_after_forward)
         self._saved: dict[fx.Node, None] = {}
@@ -81,7 +84,7 @@ class _Partition:
         return {node for node in chosen if not fxn.is_random(node)}
 
     def _inside_region(self, node: fx.Node) -> bool:
-        """Whether a node is of a checkpoint region and used by it alone: what others read of it is saved like any value."""
+        """Whether a node is of a checkpoint region and used by it alone: what others read of it is saved."""
         region = fxn.custom(node, "checkpoint_region")
         if region is None:
             return False
@@ -94,7 +97,8 @@ class _Partition:
         gathered: set[fx.Node] = set()
         for node in self._nodes:
             if node in origin and (
-                fxn.collective_kind(node) == "all_gather" or any(argument in gathered for argument in node.all_input_nodes)
+                fxn.collective_kind(node) == "all_gather"
+                or any(argument in gathered for argument in node.all_input_nodes)
             ):
                 gathered.add(node)
         return gathered & self._forward
@@ -118,7 +122,9 @@ class _Partition:
         env: dict[fx.Node, fx.Node] = {}
         wanted = self._forward | _ancestors(saved)
         for node in self._nodes:
-            if (node.op == "placeholder" and node not in self._tangents) or (node.op == "call_function" and node in wanted):
+            if (node.op == "placeholder" and node not in self._tangents) or (
+                node.op == "call_function" and node in wanted
+            ):
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output([env[node] for node in (*self._results, *saved)])
         return _module(graph)

@@ -15,16 +15,16 @@ from lightning_autoparallel.contracts import CompiledStep
 class Layout(Protocol):
     """How a parameter lies on this rank; graphs work on shards padded to the same size everywhere."""
 
-    def padded(self, local: Tensor) -> Tensor: ...  # noqa: D102
-    def unpadded(self, local: Tensor) -> Tensor: ...  # noqa: D102
-    def distribute(self, local: Tensor) -> DTensor: ...  # noqa: D102
+    def padded(self, local: Tensor) -> Tensor: ...
+    def unpadded(self, local: Tensor) -> Tensor: ...
+    def distribute(self, local: Tensor) -> DTensor: ...
 
 
 def run_step(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
     """The step's outputs that are no gradients, in order; differentiable ones carry a graph to the parameters.
 
-    ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``layouts`` has
-    an entry for each of them, None for what is no sharded parameter.
+    ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``layouts``
+    has an entry for each of them, None for what is no sharded parameter.
     """
     if step.backward is None or not torch.is_grad_enabled():
         local = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]

@@ -15,8 +15,8 @@ def redistribution_time_us(
     """Microseconds to redistribute a tensor of ``size_bytes`` (its global size) over ``axis_size`` ranks.
 
     Ring algorithms: an all-gather or reduce-scatter moves (n-1)/n of the tensor through every link, an all-reduce twice
-    that, an all-to-all 1/n of it (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations
-    in MPICH", sec. 4). Infinite where no collective does it.
+    that, an all-to-all 1/n of it (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication
+    Operations in MPICH", sec. 4). Infinite where no collective does it.
     """
     kind = redistribution_kind(source, target)
     if kind is None:
@@ -36,7 +36,7 @@ def redistribution_time_us(
 
 
 def redistribution_kind(source: Placement, target: Placement) -> str | None:
-    """What turns ``source`` into ``target``: a collective's name, ``slice`` (no communication), None, ``impossible``."""
+    """What turns ``source`` into ``target``: a collective's name, ``slice`` (all local), None, ``impossible``."""
     if source == target:
         return None
     if isinstance(target, Partial):

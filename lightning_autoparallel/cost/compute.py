@@ -32,12 +32,18 @@ _VIEWS = {
 
 
 def operator_time_us(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, local_bytes: int, share: float, hardware: HardwareSpec
+    op: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    local_bytes: int,
+    share: float,
+    hardware: HardwareSpec,
 ) -> float:
     """Microseconds to run ``op``: the larger of its FLOPs and its memory traffic.
 
-    ``args`` and ``result`` are global fake tensors, ``share`` the part of the FLOPs that this rank does, ``local_bytes``
-    what it reads and writes.
+    ``args`` and ``result`` are global fake tensors, ``share`` the part of the FLOPs that this rank does,
+    ``local_bytes`` what it reads and writes.
     """
     if op in _VIEWS:
         return 0.0
@@ -56,5 +62,7 @@ def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
 def local_size_bytes(tensors: Sequence[Tensor | None], shards: Sequence[int]) -> int:
     """Bytes of one rank's part of ``tensors``, each cut into the given number of shards."""
     return sum(
-        tensor.numel() * tensor.element_size() // shard for tensor, shard in zip(tensors, shards, strict=True) if tensor is not None
+        tensor.numel() * tensor.element_size() // shard
+        for tensor, shard in zip(tensors, shards, strict=True)
+        if tensor is not None
     )

@@ -17,8 +17,8 @@ class HardwareSpec:
     kernel_latency_us: float
 
 
-# Orders of magnitude of an accelerator with a fast link, chosen so that their *ratios* are typical: moving a byte between
-# ranks costs some ten times reading it, and a launch costs as much as moving about a megabyte.
+# Orders of magnitude of an accelerator with a fast link, chosen so that their *ratios* are typical: moving a byte
+# between ranks costs some ten times reading it, and a launch costs as much as moving about a megabyte.
 GENERIC = HardwareSpec(
     name="generic",
     matmul_tflops=300.0,

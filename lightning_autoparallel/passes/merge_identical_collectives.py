@@ -1,7 +1,7 @@
 """``merge_identical_collectives``: the same collective of the same value is launched once.
 
-Lowering shares redistributions of one node, but two nodes of the step may compute the same thing (a weight transposed in
-two places, a mask made twice), and each would be communicated.
+Lowering shares redistributions of one node, but two nodes of the step may compute the same thing (a weight transposed
+in two places, a mask made twice), and each would be communicated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def _feeding_collectives(graph: fx.Graph) -> set[fx.Node]:
     """Collectives, their waits, and everything that only leads to collectives."""
     feeding: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if fxn.collective_kind(node) or fxn.is_wait(node) or (node.users and all(user in feeding for user in node.users)):
+        if (
+            fxn.collective_kind(node)
+            or fxn.is_wait(node)
+            or (node.users and all(user in feeding for user in node.users))
+        ):
             feeding.add(node)
     return feeding
 

@@ -1,4 +1,4 @@
-"""Ranks agree before they talk: small messages on a group of their own, so that a difference is an error and no hang."""
+"""Ranks agree before they talk: small messages on a group of their own, so that a difference is an error, no hang."""
 
 from __future__ import annotations
 

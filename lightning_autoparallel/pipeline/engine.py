@@ -143,7 +143,11 @@ class StepEngine:
         )
 
     def _variant(
-        self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any], counters: Mapping[str, int]
+        self,
+        call: StepCall,
+        leaves: Sequence[tuple[str, Any]],
+        rebuild: Callable[[list[Any]], Any],
+        counters: Mapping[str, int],
     ) -> _Variant:
         layout = describe_batch(leaves, self.batch_dims)
         key = (call.name, layout, self._module_state())
@@ -161,7 +165,9 @@ class StepEngine:
             tuple(parameter.requires_grad for parameter in self.module.parameters()),
         )
 
-    def _check_agreement(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], index: int) -> None:
+    def _check_agreement(
+        self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], index: int
+    ) -> None:
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
         mine = (call.name, str(layout), values, index)
@@ -178,10 +184,12 @@ class StepEngine:
         if rank is not None:
             paths = [path for path, digest in everyone[0][2].items() if everyone[rank][2].get(path) != digest]
             raise ConfigError(
-                f"batch leaf '{paths[0]}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, so "
-                f"it is replicated; give all ranks the same values, or set batch_dims={{'{paths[0]}': 0}}"
+                f"batch leaf '{paths[0]}' has other values on rank {rank} than on rank 0, but its dim 0 is not the "
+                f"batch, so it is replicated; give all ranks the same values, or set batch_dims={{'{paths[0]}': 0}}"
             )
-        raise CaptureError("ranks took different branches of the step, or froze different parameters: they must decide alike")
+        raise CaptureError(
+            "ranks took different branches of the step, or froze different parameters: they must decide alike"
+        )
 
     def _capture(
         self,
@@ -238,8 +246,8 @@ class StepEngine:
         guards = [guard for variant in known for guard in variant.watcher.guards]
         if guards:
             raise CaptureError(
-                f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants of "
-                f"{call.name} were captured; compute it on tensors, or raise max_captures"
+                f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
+                f"of {call.name} were captured; compute it on tensors, or raise max_captures"
             )
         raise CaptureError(
             f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
@@ -262,4 +270,10 @@ class StepEngine:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() if tensor.numel() else ""
+    return (
+        hashlib.blake2b(
+            tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8
+        ).hexdigest()
+        if tensor.numel()
+        else ""
+    )

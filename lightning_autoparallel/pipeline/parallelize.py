@@ -71,7 +71,7 @@ def parallelize(
     """Shard ``module`` in place and capture its forward and backward for batches like ``sample_args``.
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
-    returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, a result
+    returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
     with the batch in dim 0 is this rank's rows. ``device`` defaults to the module's, or the CPU for a meta module.
 
     Raises:
@@ -115,7 +115,9 @@ def _local_sample(sample: Any, shards: int, device: torch.device) -> Any:
     leaves, rebuild = flatten_batch(sample)
     length = next((leaf.shape[0] for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
     if length % shards:
-        raise ConfigError(f"the sample has {length} rows, which {shards} batch shards cannot share: give a multiple of {shards}")
+        raise ConfigError(
+            f"the sample has {length} rows, which {shards} batch shards cannot share: give a multiple of {shards}"
+        )
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == length:

@@ -121,8 +121,8 @@ def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:
     assert difference is not None
     rank, node = difference
     raise CaptureError(
-        f"rank {rank}'s graph differs at node {node} from rank 0's: every rank must run the same step; look for branches on "
-        "the rank, on the data, or on random numbers of Python"
+        f"rank {rank}'s graph differs at node {node} from rank 0's: every rank must run the same step; look for "
+        "branches on the rank, on the data, or on random numbers of Python"
     )
 
 
@@ -164,7 +164,9 @@ def _parameters_bytes(partitioned: PartitionedGraph) -> int:
     return sum(fxn.size_bytes(node.meta["val"]) for node, item in pairs if item.kind == "parameter")
 
 
-def _dump(artifacts: ArtifactWriter, captured: CapturedGraph, partitioned: PartitionedGraph, report: PlanReport) -> None:
+def _dump(
+    artifacts: ArtifactWriter, captured: CapturedGraph, partitioned: PartitionedGraph, report: PlanReport
+) -> None:
     artifacts.graph(f"{captured.name}/captured", captured.graph_module)
     artifacts.graph(f"{captured.name}/forward", partitioned.forward)
     if partitioned.backward is not None:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from lightning_autoparallel.contracts import CapturedGraph, GraphInput, NodePlacement, Placements, PlanAxis, ShardingPlan
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    GraphInput,
+    NodePlacement,
+    Placements,
+    PlanAxis,
+    ShardingPlan,
+)
 from lightning_autoparallel.cost.collective import redistribution_time_us
 from lightning_autoparallel.cost.hardware import GENERIC, HardwareSpec
 from lightning_autoparallel.errors import ConfigError
@@ -26,8 +33,8 @@ def plan_axes(plan: str, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
     idle = [name for name in mesh.active(mesh.spec.names) if name not in mesh.data_parallel_axes]
     if idle:
         raise ConfigError(
-            f"plan '{plan}' leaves mesh axis '{idle[0]}' of size {mesh.sizes[idle[0]]} idle: it would compute everything "
-            f"{mesh.sizes[idle[0]]} times; set {idle[0]}: 1"
+            f"plan '{plan}' leaves mesh axis '{idle[0]}' of size {mesh.sizes[idle[0]]} idle: it would compute "
+            f"everything {mesh.sizes[idle[0]]} times; set {idle[0]}: 1"
         )
     axis = mesh.plan_axis(mesh.data_parallel_axes)
     return (axis,) if axis else ()

@@ -1,7 +1,7 @@
 """Our operator rules: what placements over one mesh axis an operator may compute with.
 
-A rule returns rows ``(outputs, inputs)`` of single placements. Rows whose shards are not even are dropped later, and the
-all-replicated row is added by the caller.
+A rule returns rows ``(outputs, inputs)`` of single placements. Rows whose shards are not even are dropped later, and
+the all-replicated row is added by the caller.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def full_rule(call: OpCall) -> list[Row]:
     (out,) = call.outputs
     assert out is not None
     rows: list[Row] = [((S(dim),), ()) for dim in range(out.dim())]
-    return rows + [((P,), ())] if call.args[1] == 0 else rows
+    return [*rows, ((P,), ())] if call.args[1] == 0 else rows
 
 
 @rule(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low)
@@ -91,7 +91,9 @@ def random_factory_rule(call: OpCall) -> list[Row]:
     return [((S(dim),), ()) for dim in range(out.dim())]
 
 
-@rule(aten.arange.start_step, aten.arange.default, aten.arange.start, aten.scalar_tensor.default, aten.empty.memory_format)
+@rule(
+    aten.arange.start_step, aten.arange.default, aten.arange.start, aten.scalar_tensor.default, aten.empty.memory_format
+)
 def small_factory_rule(call: OpCall) -> list[Row]:
     """Every rank makes the whole; slicing it is free."""
     return []
@@ -148,7 +150,9 @@ def indexed_dim_rule(call: OpCall) -> list[Row]:
     first = call.inputs[0]
     dim = call.args[1] % max(first.dim(), 1)
     shared = [
-        d for d in range(first.dim()) if d != dim and all(x.dim() == first.dim() and x.shape[d] == first.shape[d] for x in call.inputs)
+        d
+        for d in range(first.dim())
+        if d != dim and all(x.dim() == first.dim() and x.shape[d] == first.shape[d] for x in call.inputs)
     ]
     rows = along(call, shared)
     if call.op is aten.gather.default:
@@ -177,7 +181,15 @@ def spatial_rule(call: OpCall) -> list[Row]:
     return along(call, (0, 1) if call.inputs[0].dim() >= 4 else (0,))
 
 
-@rule(aten.sort.default, aten.topk.default, aten.cumsum.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
+@rule(
+    aten.sort.default,
+    aten.topk.default,
+    aten.cumsum.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+)
 def one_dim_rule(call: OpCall) -> list[Row]:
     """Independent along every dim but one; that one is the last unless given."""
     (x,) = call.inputs
@@ -188,6 +200,4 @@ def one_dim_rule(call: OpCall) -> list[Row]:
     dim %= x.dim()
     out = next(item for item in call.outputs if item is not None)
     drops = out.dim() < x.dim()
-    return [
-        (tuple(S(d - (drops and d > dim)) for _ in call.outputs), (S(d),)) for d in range(x.dim()) if d != dim
-    ]
+    return [(tuple(S(d - (drops and d > dim)) for _ in call.outputs), (S(d),)) for d in range(x.dim()) if d != dim]

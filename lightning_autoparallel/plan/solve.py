@@ -55,9 +55,9 @@ def producer_of(node: fx.Node) -> Producer:
 def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
     """A candidate for every call and placeholder of the graph.
 
-    Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best for
-    its neighbours, until nothing changes. Redistributions that several consumers share are counted once. Every change lowers
-    the total, so it ends; the result is a local optimum.
+    Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best
+    for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. Every
+    change lowers the total, so it ends; the result is a local optimum.
     """
     state = _State(problem)
     for producer, allowed in ((producer_of(node), allowed) for node, allowed in problem.sinks):
@@ -195,7 +195,7 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
     total = candidate.time_us
     for (source, index), target in zip(state.arguments[node], candidate.inputs, strict=True):
         chosen = state.choice[source].outputs[index]
-        others = state.wanted.get((source, index), {}) if shared else {}
+        others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
         if chosen is None or others.get(target):
             continue
         if forward_only and chosen.is_partial() and not (target.is_partial() or target.is_replicate()):

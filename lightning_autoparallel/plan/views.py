@@ -24,7 +24,10 @@ def _mapped(call: OpCall, dims: Mapping[int, int]) -> list[Row]:
     rows: list[Row] = [same(P, call)]
     for source, target in dims.items():
         rows += [
-            (tuple(shard(target, factor) if out is not None else None for out in call.outputs), (shard(source, factor),))
+            (
+                tuple(shard(target, factor) if out is not None else None for out in call.outputs),
+                (shard(source, factor),),
+            )
             for factor in call.split_factors
         ]
     return rows
@@ -58,7 +61,13 @@ def unsqueeze_rule(call: OpCall) -> list[Row]:
 def squeeze_rule(call: OpCall) -> list[Row]:
     """Dims of size 1 go; they can hold no shard."""
     (x,) = call.inputs
-    wanted = range(x.dim()) if len(call.args) == 1 else call.args[1] if isinstance(call.args[1], Sequence) else [call.args[1]]
+    wanted = (
+        range(x.dim())
+        if len(call.args) == 1
+        else call.args[1]
+        if isinstance(call.args[1], Sequence)
+        else [call.args[1]]
+    )
     gone = {dim % max(x.dim(), 1) for dim in wanted if x.dim() and x.shape[dim] == 1}
     kept = [dim for dim in range(x.dim()) if dim not in gone]
     return _mapped(call, {dim: position for position, dim in enumerate(kept)})
@@ -137,7 +146,9 @@ def concatenate_rule(call: OpCall) -> list[Row]:
     for dim in range(out.dim()):
         if dim != joined:
             source = dim - (stacks and dim > joined)
-            rows += [((shard(dim, factor),), (shard(source, factor),) * len(call.inputs)) for factor in call.split_factors]
+            rows += [
+                ((shard(dim, factor),), (shard(source, factor),) * len(call.inputs)) for factor in call.split_factors
+            ]
     return rows
 
 
@@ -150,7 +161,7 @@ def view_rule(call: OpCall) -> list[Row]:
     (x,), (out,) = call.inputs, call.outputs
     assert out is not None
     rows: list[Row] = [((P,), (P,))]
-    for dim, size in enumerate(x.shape):
+    for dim in range(x.dim()):
         outer = math.prod(x.shape[:dim])
         for factor in call.split_factors:
             target = _dim_holding(out.shape, outer * factor)

@@ -18,11 +18,11 @@ WAIT = c10d.wait_tensor.default
 
 def launched_collectives(group_name: str) -> int:
     """Collectives started so far on a process group, by its own sequence counter."""
-    return int(_resolve_process_group(group_name)._get_sequence_number_for_group())
+    return int(_resolve_process_group(group_name)._get_sequence_number_for_group())  # type: ignore[attr-defined, arg-type]
 
 
 def init_fake_world(world_size: int, rank: int = 0) -> None:
     """A default process group of ``world_size`` ranks in this one process: it plans and counts, it moves nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - a testing module, wanted only here
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -102,9 +102,7 @@ def export_joint(
     inputs = tuple(_input_position(node.meta["desc"]) for node in placeholders)
     (output,) = [node for node in graph_module.graph.nodes if node.op == "output"]
     outputs = tuple(_output_position(desc) for desc in output.meta["desc"])
-    return JointExport(
-        graph_module=graph_module, inputs=inputs, outputs=outputs, output_spec=exported.out_spec
-    )
+    return JointExport(graph_module=graph_module, inputs=inputs, outputs=outputs, output_spec=exported.out_spec)
 
 
 def _input_position(desc: object) -> tuple[str, int]:
@@ -147,7 +145,7 @@ def pretend_compiling() -> Generator[None]:
         torch.compiler._is_compiling_flag = previous
 
 
-class record_frames(TorchFunctionMode):  # noqa: N801 - used as a context manager
+class record_frames(TorchFunctionMode):
     """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch."""
 
     def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
