@@ -11,6 +11,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten.reshape.default: aten.view.default}
 
 
@@ -52,8 +53,21 @@ def _call(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Nod
         return env[node.args[0]]  # type: ignore[index]
     if node.target is operator.getitem and isinstance(node.args[0], (list, tuple)):
         return env[node.args[0][node.args[1]]]  # type: ignore[index]
+    if node.target in _SQUEEZES:
+        return _squeeze(graph, node, env)
     copied = _copy(graph, node, env)
     copied.target = _VIEWS.get(node.target, node.target)  # type: ignore[call-overload]
+    return copied
+
+
+def _squeeze(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """With exactly the dims that go: which ones have size 1 is another question on a rank's shard."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    named: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
+    wanted = {dim % max(len(shape), 1) for dim in ([named] if isinstance(named, int) else named)}
+    copied = _copy(graph, node, env)
+    copied.target = aten.squeeze.dims
+    copied.args = (copied.args[0], [dim for dim in sorted(wanted) if shape and shape[dim] == 1])
     return copied
 
 

@@ -138,9 +138,11 @@ def cpu_flash_attention_rule(call: OpCall) -> list[Row]:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward_rule(call: OpCall) -> list[Row]:
-    """Rows of any shard of the indices add up; a sharded embedding dim stays sharded."""
+    """Rows of any shard of the indices add up, unless scaled by counts of all; a sharded embedding dim stays sharded."""
     grad, indices = call.inputs
-    rows: list[Row] = [((P,), (S(dim), S(dim))) for dim in range(indices.dim())]
+    scaled_by_frequency = len(call.args) > 4 and call.args[4]
+    dims = range(0) if scaled_by_frequency else range(indices.dim())
+    rows: list[Row] = [((P,), (S(dim), S(dim))) for dim in dims]
     return [*rows, ((S(1),), (S(grad.dim() - 1), R)), ((P,), (P, R))]
 
 
@@ -158,6 +160,15 @@ def indexed_dim_rule(call: OpCall) -> list[Row]:
     if call.op is aten.gather.default:
         rows.append(((P,), (P, R)))
     return rows
+
+
+_SPATIAL_DIMS = {
+    aten.reflection_pad1d.default: 1,
+    aten.max_pool3d_with_indices.default: 3,
+    aten.max_pool3d_with_indices_backward.default: 3,
+    aten.avg_pool3d.default: 3,
+    aten.avg_pool3d_backward.default: 3,
+}
 
 
 @rule(
@@ -178,7 +189,8 @@ def indexed_dim_rule(call: OpCall) -> list[Row]:
 )
 def spatial_rule(call: OpCall) -> list[Row]:
     """(N, C, ...) or (C, ...) tensors: leading dims are independent."""
-    return along(call, (0, 1) if call.inputs[0].dim() >= 4 else (0,))
+    leading = call.inputs[0].dim() - _SPATIAL_DIMS.get(call.op, 2)
+    return along(call, range(leading))
 
 
 @rule(

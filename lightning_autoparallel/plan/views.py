@@ -59,18 +59,12 @@ def unsqueeze_rule(call: OpCall) -> list[Row]:
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze_rule(call: OpCall) -> list[Row]:
-    """Dims of size 1 go; they can hold no shard."""
+    """Dims of size 1 go. Any other dim it names must be whole: a shard of one row would go too."""
     (x,) = call.inputs
-    wanted = (
-        range(x.dim())
-        if len(call.args) == 1
-        else call.args[1]
-        if isinstance(call.args[1], Sequence)
-        else [call.args[1]]
-    )
-    gone = {dim % max(x.dim(), 1) for dim in wanted if x.dim() and x.shape[dim] == 1}
-    kept = [dim for dim in range(x.dim()) if dim not in gone]
-    return _mapped(call, {dim: position for position, dim in enumerate(kept)})
+    named = range(x.dim()) if len(call.args) == 1 else call.args[1]
+    wanted = {dim % max(x.dim(), 1) for dim in (named if isinstance(named, Sequence) else [named])}
+    left = [dim for dim in range(x.dim()) if dim not in wanted or x.shape[dim] != 1]
+    return _mapped(call, {dim: position for position, dim in enumerate(left) if dim not in wanted})
 
 
 @rule(aten.expand.default)
@@ -98,6 +92,8 @@ def partial_dim_rule(call: OpCall) -> list[Row]:
     (x,), out = call.inputs, call.outputs[0]
     assert out is not None
     cut = {dim % x.dim() for dim in _cut_dims(call)}
+    if call.op is aten.roll.default and len(call.args) < 3:
+        cut = set(range(x.dim()))  # it rolls the flattened tensor
     if call.op is aten.slice.Tensor and out.shape == x.shape:
         cut = set()
     return _mapped(call, {dim: dim for dim in range(x.dim()) if dim not in cut})
