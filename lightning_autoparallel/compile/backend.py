@@ -26,7 +26,22 @@ def lower_partitioned(partitioned: PartitionedGraph, compile: bool) -> tuple[Gra
     if not compile:
         return _interpreted(forward), None if backward is None else _interpreted(backward)
     lowered = compile_graph(forward, is_inference=backward is None, is_backward=False)
-    return lowered, None if backward is None else compile_graph(backward, is_inference=False, is_backward=True)
+    if backward is None:
+        return lowered.call, None
+    strides = _saved_strides(partitioned, lowered.output_strides)
+    return lowered.call, compile_graph(backward, is_inference=False, is_backward=True, input_strides=strides).call
+
+
+def _saved_strides(
+    partitioned: PartitionedGraph, output_strides: tuple[tuple[int, ...] | None, ...]
+) -> dict[str, tuple[int, ...]]:
+    """The layouts that the lowered forward gives its saved values, by the backward's placeholder names."""
+    assert partitioned.backward is not None
+    placeholders = [node.name for node in partitioned.backward.graph.nodes if node.op == "placeholder"]
+    start, count = len(partitioned.saved_inputs), partitioned.saved_values
+    names = placeholders[start : start + count]
+    strides = output_strides[len(output_strides) - count :] if count else ()
+    return {name: stride for name, stride in zip(names, strides, strict=True) if stride is not None}
 
 
 def _interpreted(graph_module: GraphCallable) -> GraphCallable:

@@ -49,7 +49,7 @@ class _StepFunction(torch.autograd.Function):
         everything = [*local, *step.constants]
         produced = list(step.forward(list(everything)))
         count = _results(step)
-        results, values = produced[:count], produced[count:]
+        results, values = _distinct(produced[:count]), produced[count:]
         ctx.save_for_backward(*(_without_tangents(step, everything)[i] for i in step.partitioned.saved_inputs), *values)
         ctx.step, ctx.layouts, ctx.count = step, layouts, len(inputs)
         ctx.set_materialize_grads(False)
@@ -68,6 +68,16 @@ class _StepFunction(torch.autograd.Function):
             tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
         produced = ctx.step.backward([*ctx.saved_tensors, *tangents])
         return None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
+
+
+def _distinct(results: list[Tensor]) -> list[Tensor]:
+    """The results as different tensors: a loss that is logged too is one value, but only one of the two has a gradient."""
+    seen: set[int] = set()
+    distinct = []
+    for result in results:
+        distinct.append(result.clone() if id(result) in seen else result)
+        seen.add(id(result))
+    return distinct
 
 
 def _without_tangents(step: CompiledStep, everything: list[Tensor]) -> dict[int, Tensor]:

@@ -88,7 +88,7 @@ class Llama3Module(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_perplexity`, the exponential of the mean loss."""
-        self.log("val_perplexity", self.val_mean_loss.compute().exp(), prog_bar=True)
+        self.log("val_perplexity", self.val_mean_loss.compute().exp(), prog_bar=True, sync_dist=True)
         self.val_mean_loss.reset()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:

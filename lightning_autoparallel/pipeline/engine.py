@@ -31,6 +31,9 @@ from lightning_autoparallel.plan.named import parameter_storage, plan_axes
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
 
 
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
     """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture."""
@@ -102,8 +105,10 @@ class StepEngine:
         leaves, rebuild = flatten_batch(batch)
         return self._variant(call, leaves, rebuild, counters).step.report
 
-    def execute(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> StepResult:
-        """Run one step on this rank's ``batch``; every rank calls it alike.
+    def execute(
+        self, call: StepCall, batch: Any, counters: Mapping[str, int], around: Around = contextlib.nullcontext
+    ) -> StepResult:
+        """Run one step on this rank's ``batch``, inside ``around()``; every rank calls it alike.
 
         Raises:
             ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
@@ -114,7 +119,7 @@ class StepEngine:
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         inputs = [*parameters.values(), *buffers.values(), *tensors]
-        with self._seeded(variant.step):
+        with self._seeded(variant.step), around():
             results = run_step(variant.step, inputs, variant.layouts)
         return self._distribute(variant, results, buffers)
 

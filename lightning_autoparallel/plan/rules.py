@@ -138,7 +138,7 @@ def cpu_flash_attention_rule(call: OpCall) -> list[Row]:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward_rule(call: OpCall) -> list[Row]:
-    """Rows of any shard of the indices add up, unless scaled by counts of all; a sharded embedding dim stays sharded."""
+    """Rows of any shard of the indices add up, unless scaled by counts of all; the embedding dim may be sharded."""
     grad, indices = call.inputs
     scaled_by_frequency = len(call.args) > 4 and call.args[4]
     dims = range(0) if scaled_by_frequency else range(indices.dim())

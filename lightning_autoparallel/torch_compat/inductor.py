@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
-from torch._dynamo.utils import detect_fake_mode
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
 
 def find_cpp_compiler() -> str | None:
@@ -27,24 +29,46 @@ def find_cpp_compiler() -> str | None:
     return None
 
 
-def compile_graph(graph_module: fx.GraphModule, is_inference: bool, is_backward: bool) -> Callable[..., Any]:
-    """A callable for ``graph_module``; it takes a list of tensors, may empty it, and returns the outputs.
+@dataclass(frozen=True, kw_only=True)
+class LoweredGraph:
+    """A callable that takes a list of tensors, which it may empty, and its results' strides where it knows them."""
 
-    The graph is traced once more with Inductor's decompositions, which it insists on.
+    call: Callable[..., Any]
+    output_strides: tuple[tuple[int, ...] | None, ...]
+
+
+def compile_graph(
+    graph_module: fx.GraphModule,
+    is_inference: bool,
+    is_backward: bool,
+    input_strides: Mapping[str, tuple[int, ...]] | None = None,
+) -> LoweredGraph:
+    """Lower ``graph_module`` with Inductor.
+
+    The graph is traced once more with Inductor's decompositions, which it insists on. ``input_strides`` are those of
+    placeholders that arrive in another layout than they were traced with: a forward lowered before chooses its own.
     """
-    examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    traced = [node.meta["val"] for node in placeholders]
+    # Lowering copes with any strides; tracing would stumble over views that the captured ones allowed.
+    examples = [_restrided(node, input_strides or {}) for node in placeholders]
     fake_mode = detect_fake_mode(examples)
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(fake_mode)))
-        stack.enter_context(fx_traceback.preserve_node_meta())
-        decomposed = _decompose(graph_module, examples)
+        strides = stack.enter_context(TracingContext.report_output_strides())
+        with fx_traceback.preserve_node_meta():
+            decomposed = make_fx(fx.Interpreter(graph_module).run, decomposition_table=select_decomp_table())(*traced)
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
-    return _boxed(compiled)
+    return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
 
-def _decompose(graph_module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
-    interpreter = fx.Interpreter(graph_module)
-    return make_fx(interpreter.run, decomposition_table=select_decomp_table())(*examples)
+def _restrided(node: fx.Node, input_strides: Mapping[str, tuple[int, ...]]) -> Tensor:
+    value: Tensor = node.meta["val"]
+    strides = input_strides.get(node.name)
+    if strides is None or strides == value.stride():
+        return value
+    with fake_mode_of(value):
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
 def _boxed(compiled: Any) -> Callable[..., Any]:

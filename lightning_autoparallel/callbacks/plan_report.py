@@ -1,0 +1,141 @@
+"""``PlanReportCallback``: what was planned, as files beside the logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_autoparallel.artifacts import ArtifactWriter
+from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, render_table
+from lightning_autoparallel.contracts import CollectiveTable, PlanReport
+from lightning_autoparallel.errors import ConfigError
+
+
+class ReportingStrategy(Protocol):
+    """What the callbacks read from AutoParallelStrategy."""
+
+    @property
+    def reports(self) -> Mapping[str, PlanReport]:
+        """The last report of each step by its name, such as ``training_step``."""
+
+    @property
+    def measured_launches(self) -> Mapping[str, int]:
+        """Collectives that the last training step launched, by mesh axes; empty before the first one."""
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """``nccl``, ``gloo`` or one per device type."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+
+
+def reporting_strategy(trainer: lightning.Trainer, callback: Callback) -> ReportingStrategy:
+    """The trainer's strategy, if it has reports.
+
+    Raises:
+        ConfigError: it has none; the message names the callback.
+    """
+    strategy = trainer.strategy
+    # Asked of the class first: before its setup, a strategy's property may have nothing to return yet.
+    if hasattr(type(strategy), "reports") or hasattr(strategy, "reports"):
+        return cast(ReportingStrategy, strategy)
+    name = type(callback).__name__
+    raise ConfigError(
+        f"{name} reads the reports of AutoParallelStrategy, but the Trainer's strategy is {type(strategy).__name__}; "
+        f"use AutoParallelStrategy or remove {name} (PeakMemoryMonitor works with any strategy)"
+    )
+
+
+class PlanReportCallback(Callback):
+    """Writes each captured step's report below the log directory, on rank 0, as soon as the step was captured.
+
+    The files are ``autoparallel/<step>.report.json``, a ``PlanReport`` field by field, and ``<step>.report.txt``, for
+    reading.
+
+    Raises:
+        ConfigError: in ``setup``, if the strategy is not an AutoParallelStrategy.
+    """
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._written: dict[str, PlanReport] = {}
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Find the directory: all ranks together, because they agree on it by a broadcast."""
+        reporting_strategy(trainer, self)
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir) / "autoparallel"
+        self._written = {}
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Write what the strategy captured before the first step."""
+        self._write(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Write what was captured since."""
+        self._write(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Write what was captured since."""
+        self._write(trainer)
+
+    def on_test_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Write what was captured since."""
+        self._write(trainer)
+
+    def on_predict_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Write what was captured since."""
+        self._write(trainer)
+
+    def _write(self, trainer: lightning.Trainer) -> None:
+        writer = ArtifactWriter(self._directory if trainer.is_global_zero else None)
+        for name, report in reporting_strategy(trainer, self).reports.items():
+            if self._written.get(name) is not report:
+                self._written[name] = report
+                writer.record(f"{name}.report", report)
+                writer.text(f"{name}.report.txt", format_report(report))
+
+
+def format_report(report: PlanReport) -> str:
+    """A report as text: the plan, its sizes, collectives (predicted) and passes."""
+    peak = report.predicted_peak_bytes
+    facts: dict[str, Any] = {
+        "plan": report.plan,
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()),
+        "parameters on one rank": format_bytes(report.parameters_bytes),
+        "saved for backward on one rank": format_bytes(report.saved_bytes),
+        "peak memory (predicted)": "not predicted" if peak is None else format_bytes(peak),
+        "time": ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.timings_s.items()),
+    }
+    width = max(len(name) for name in facts)
+    lines = [report.graph, "", *(f"{name:<{width}}  {value}" for name, value in facts.items()), ""]
+    notes = [f"{done.name}: {note}" for done in report.passes for note in done.notes]
+    return "\n".join([*lines, _collectives_text(report), "", _passes_text(report), *notes]) + "\n"
+
+
+def _collectives_text(report: PlanReport) -> str:
+    title = "Collectives of one step, counted in the final graphs (predicted)"
+    table = make_table(title, ("graph", "kind", "axes"), ("launches", "size"))
+    for graph, kind, axes, counted in collective_rows(report):
+        table.add_row(graph, kind, axes, str(counted.count), format_bytes(counted.size_bytes))
+    return render_table(table)
+
+
+def _passes_text(report: PlanReport) -> str:
+    table = make_table("Passes, in the order they ran", ("pass", "graph"), ("nodes", "collectives", "time"))
+    for done in report.passes:
+        nodes = f"{done.nodes_before} -> {done.nodes_after}"
+        table.add_row(
+            done.name, done.graph, nodes, f"{_count(done.before)} -> {_count(done.after)}", f"{done.seconds:.2f} s"
+        )
+    return render_table(table)
+
+
+def _count(table: CollectiveTable) -> int:
+    return sum(counted.count for per_axes in table.values() for counted in per_axes.values())

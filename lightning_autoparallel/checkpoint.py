@@ -1,0 +1,77 @@
+"""Sharded checkpoints: a folder with every rank's shards of model and optimizers, and the Trainer's state beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lightning_autoparallel.errors import CheckpointError
+
+_TRAINER_STATE = "meta.pt"
+_DRAWS = "autoparallel_draws"
+
+
+def model_state(module: nn.Module) -> dict[str, Any]:
+    """Parameters (this rank's shards, as DTensors) and persistent buffers, on the CPU."""
+    return get_model_state_dict(module, options=StateDictOptions(cpu_offload=True))
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+    """This rank's shards of an optimizer's state, keyed by parameter names."""
+    plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return get_optimizer_state_dict(module, plain, options=StateDictOptions(cpu_offload=True))
+
+
+def save_sharded_checkpoint(checkpoint: dict[str, Any], path: Path, draws: int, is_first: bool) -> None:
+    """Write Lightning's ``checkpoint`` as a folder at ``path``; every rank calls it, ``is_first`` on rank 0.
+
+    ``draws`` counts the steps that drew random numbers, so that a resumed run goes on with new ones.
+    """
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: a sharded checkpoint is a folder; remove it or choose another name")
+    path.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
+    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        tensors[f"optimizer_{index}"] = state
+    dcp.save(tensors, checkpoint_id=path)
+    if is_first:
+        torch.save({**checkpoint, _DRAWS: draws}, path / _TRAINER_STATE)
+
+
+def load_sharded_checkpoint(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+) -> tuple[dict[str, Any], int]:
+    """Load a folder written by ``save_sharded_checkpoint``; the Trainer's state and the count of draws.
+
+    Raises:
+        CheckpointError: ``path`` is no sharded checkpoint.
+    """
+    if not (path / _TRAINER_STATE).is_file():
+        raise CheckpointError(
+            f"{path} is no sharded checkpoint: expected a folder with {_TRAINER_STATE}, as this strategy saves them"
+        )
+    trainer_state = torch.load(path / _TRAINER_STATE, map_location="cpu", weights_only=bool(weights_only))
+    states = {"state_dict": model_state(module)}
+    states.update({f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)})
+    try:
+        dcp.load(states, checkpoint_id=path)
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"{path} does not fit the model: {error}") from error
+    set_model_state_dict(module, states["state_dict"], options=StateDictOptions(strict=strict))
+    for index, optimizer in enumerate(optimizers):
+        set_optimizer_state_dict(module, optimizer, states[f"optimizer_{index}"])
+    return trainer_state, int(trainer_state.pop(_DRAWS, 0))

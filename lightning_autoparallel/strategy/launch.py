@@ -1,0 +1,37 @@
+"""What must be right before any process trains."""
+
+from __future__ import annotations
+
+import sys
+
+from lightning.pytorch import LightningModule
+
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.errors import ConfigError
+
+
+def check_launch(spec: MeshSpec, world_size: int) -> None:
+    """Check the mesh against the processes that the Trainer is about to start.
+
+    Raises:
+        ConfigError: they do not fit, or Python runs interactively.
+    """
+    if world_size > 1 and hasattr(sys, "ps1"):
+        raise ConfigError(
+            "AutoParallelStrategy starts its processes from a script, which a notebook or an interactive Python is not: "
+            "write the code to a file and run it, or set devices=1"
+        )
+    spec.resolve(world_size)
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse what a LightningModule may not do under this strategy.
+
+    Raises:
+        ConfigError: manual optimisation.
+    """
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} sets automatic_optimization=False: manual optimisation is not supported yet by "
+            "AutoParallelStrategy; return the loss from training_step"
+        )

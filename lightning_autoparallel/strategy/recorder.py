@@ -1,0 +1,195 @@
+"""What a LightningModule's step does besides computing, recorded at capture and replayed with real values."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.capture.watch import Watched
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.tree import tree_map
+
+Notice = Callable[[str], None]
+ALREADY_GLOBAL = "already the value of the global batch"  # as a group: ``reduce`` over it does nothing
+
+
+@dataclass(frozen=True)
+class _TensorSlot:
+    """Stands for the n-th tensor that effects need at replay."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _MetricValue:
+    """Stands for what a metric's forward returned; it has a value at real steps only, so it can only be logged."""
+
+    index: int
+    line: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(
+            f"{self.line} computes with the value of a torchmetrics metric: it is known at real steps only; log it, or "
+            "compute the value from the step's tensors"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One effect: ``function(*args, **kwargs)`` with slots for tensors and metric values."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    metric_value: int | None = None
+
+
+class LightningEffects:
+    """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them."""
+
+    def __init__(self, module: LightningModule, watcher: Watcher, notice: Notice) -> None:
+        self._module, self._watcher, self._notice = module, watcher, notice
+        self._calls: list[_Call] = []
+        self._tensors: list[Tensor] = []
+        self._metric_values = 0
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the recorded calls take."""
+        return self._tensors
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""
+        self._calls, self._tensors, self._metric_values = [], [], 0
+        with contextlib.ExitStack() as stack:
+            for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches()):
+                stack.enter_context(patch)
+            for metric in _outermost_metrics(self._module):
+                stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
+            yield
+
+    def replay(self, values: Sequence[Tensor], counters: Mapping[str, int]) -> None:
+        """Make the recorded calls with the ``values`` of a real step."""
+        results: dict[int, Any] = {}
+
+        def resolve(leaf: Any) -> Any:
+            if isinstance(leaf, _TensorSlot):
+                return values[leaf.index]
+            if isinstance(leaf, _MetricValue):
+                return results[object.__getattribute__(leaf, "index")]
+            return leaf._evaluate(counters) if isinstance(leaf, Watched) else leaf
+
+        for call in self._calls:
+            result = call.function(*tree_map(resolve, call.args), **tree_map(resolve, dict(call.kwargs)))
+            if call.metric_value is not None:
+                results[call.metric_value] = result
+
+    def _record(self, function: Callable[..., Any], args: Any, kwargs: Any, returns_value: bool = False) -> Any:
+        def slot(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            self._tensors.append(leaf)
+            return _TensorSlot(len(self._tensors) - 1)
+
+        index = self._metric_values if returns_value else None
+        self._calls.append(
+            _Call(function=function, args=tree_map(slot, args), kwargs=tree_map(slot, kwargs), metric_value=index)
+        )
+        if not returns_value:
+            return None
+        self._metric_values += 1
+        return _MetricValue(self._metric_values - 1, user_line())
+
+    def _log_patches(self) -> list[Any]:
+        # Values are one device's already, equal on every rank: synchronising them again would only scale sums. Without
+        # sync_dist Lightning would advise to set it.
+        real_log, real_log_dict = LightningModule.log, LightningModule.log_dict
+
+        def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            self._check_name(name)
+            kwargs.update(sync_dist=True, sync_dist_group=ALREADY_GLOBAL)
+            self._record(real_log, (module, name, value, *args), kwargs)
+
+        def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+            self._check_name(str(list(dictionary)) if isinstance(dictionary, Mapping) else "")
+            kwargs.update(sync_dist=True, sync_dist_group=ALREADY_GLOBAL)
+            values = (
+                dict(dictionary) if isinstance(dictionary, Mapping) and type(dictionary) is not dict else dictionary
+            )
+            self._record(real_log_dict, (module, values, *args), kwargs)
+
+        return [
+            mock.patch.object(LightningModule, "log", log),
+            mock.patch.object(LightningModule, "log_dict", log_dict),
+        ]
+
+    def _check_name(self, name: str) -> None:
+        if user_line() in self._watcher.formatted_at:
+            raise CaptureError(
+                f"{user_line()} writes a step's number into the name {name!r} of a logged value: the name would stay that of "
+                "one step; log under one name, the logger keeps the step"
+            )
+
+    def _counter_patches(self) -> list[Any]:
+        return [
+            mock.patch.object(owner, name, property(lambda _, name=name: self._watcher.value(name)))  # type: ignore[misc]
+            for owner in (LightningModule, Trainer)
+            for name in ("global_step", "current_epoch")
+        ]
+
+    def _output_patches(self) -> list[Any]:
+        real_print = builtins.print
+
+        def noticed_print(*args: Any, **kwargs: Any) -> None:
+            self._notice(f"print() in {user_line()} runs at capture only: log the value instead")
+            real_print(*args, **kwargs)
+
+        logger = property(lambda _: _CaptureOnlyLogger("self.logger", self._notice))
+        loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._notice)])
+        return [
+            mock.patch.object(builtins, "print", noticed_print),
+            mock.patch.object(LightningModule, "logger", logger),
+            mock.patch.object(LightningModule, "loggers", loggers),
+        ]
+
+    def _metric_recorders(self, metric: nn.Module) -> dict[str, Callable[..., Any]]:
+        update, forward = metric.update, metric.forward
+
+        def record_update(*args: Any, **kwargs: Any) -> None:
+            self._record(update, args, kwargs)
+
+        def record_forward(*args: Any, **kwargs: Any) -> Any:
+            return self._record(forward, args, kwargs, returns_value=True)
+
+        return {"update": record_update, "forward": record_forward}
+
+
+def _outermost_metrics(module: nn.Module) -> list[nn.Module]:
+    """Metrics and collections of metrics that the step can call; a collection calls its members itself."""
+    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    found = [submodule for submodule in module.modules() if isinstance(submodule, kinds)]
+    inside = {id(member) for metric in found for member in metric.modules() if member is not metric}
+    return [metric for metric in found if id(metric) not in inside]
+
+
+class _CaptureOnlyLogger:
+    """Absorbs whatever a step does with a logger's experiment, and says once that it would happen at capture only."""
+
+    def __init__(self, path: str, notice: Notice) -> None:
+        self._path, self._notice = path, notice
+
+    def __getattr__(self, name: str) -> Any:
+        return _CaptureOnlyLogger(f"{self._path}.{name}", self._notice)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._notice(f"{self._path}() in {user_line()} runs at capture only and writes nothing: use self.log")

@@ -1,0 +1,113 @@
+"""A LightningModule's steps as calls of the engine, their launches counted, their effects replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.pipeline import StepCall, StepEngine
+from lightning_autoparallel.strategy.recorder import LightningEffects
+from lightning_autoparallel.torch_compat.collectives import launched_collectives
+
+_BATCH_INDEX = "batch_idx"
+
+
+class LightningSteps:
+    """Runs ``training_step`` and its siblings of one module through one engine."""
+
+    def __init__(self, module: LightningModule, trainer: Trainer, engine: StepEngine) -> None:
+        self._module, self._trainer, self._engine = module, trainer, engine
+        self._groups = engine.context.mesh.axes_by_group()
+        self._noticed: set[str] = set()
+        self.measured_launches: dict[str, int] = {}
+
+    def prepare(self, name: str, batch: Any) -> PlanReport:
+        """Capture a step for batches like this one, without running it."""
+        args, kwargs = self._arguments(name, batch)
+        return self._engine.prepare(self._call(name, kwargs), batch, self._counters(args, kwargs))
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One real step: compute, then replay what the step logged."""
+        counters = self._counters(args, kwargs)
+        call = self._call(name, dict(kwargs), *args[1:])
+        if name == "training_step":
+            self.measured_launches = {}
+        batch = args[0] if args else kwargs["batch"]
+        around = self.counting if name == "training_step" else contextlib.nullcontext
+        result = self._engine.execute(call, batch, counters, around)
+        effects = result.effects
+        assert isinstance(effects, LightningEffects)
+        effects.replay(result.effect_tensors, counters)
+        return result.output
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Add the collectives launched inside to ``measured_launches``."""
+        before = {group: launched_collectives(group) for group in self._groups}
+        yield
+        for group, axes in self._groups.items():
+            launched = launched_collectives(group) - before[group]
+            if launched:
+                self.measured_launches[axes] = self.measured_launches.get(axes, 0) + launched
+
+    def _arguments(self, name: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch, 0) if self._takes_index(name) else (batch,), {}
+
+    def _takes_index(self, name: str) -> bool:
+        return _BATCH_INDEX in inspect.signature(getattr(self._module, name)).parameters
+
+    def _counters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        index = kwargs.get(_BATCH_INDEX, args[1] if len(args) > 1 else 0)
+        return {
+            _BATCH_INDEX: index,
+            "global_step": self._trainer.global_step,
+            "current_epoch": self._trainer.current_epoch,
+        }
+
+    def _call(self, name: str, kwargs: dict[str, Any], *rest: Any) -> StepCall:
+        """The step with its batch index watched; another dataloader's index makes another step."""
+        dataloader_index = rest[1] if len(rest) > 1 else kwargs.get("dataloader_idx")
+        takes_index = self._takes_index(name)
+
+        def run(batch: Any, watcher: Watcher) -> Any:
+            arguments: list[Any] = [batch]
+            if takes_index:
+                arguments.append(watcher.value(_BATCH_INDEX))
+            if dataloader_index is not None:
+                arguments.append(dataloader_index)
+            return getattr(self._module, name)(*arguments)
+
+        return StepCall(
+            name=name if not dataloader_index else f"{name}.{dataloader_index}",
+            run=run,
+            effects=lambda watcher: LightningEffects(self._module, watcher, self._notice),
+            training=name == "training_step",
+            loss_leaf=_loss_of if name == "training_step" else None,
+        )
+
+    def _notice(self, message: str) -> None:
+        if message not in self._noticed:
+            self._noticed.add(message)
+            rank_zero_warn(message)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"training_step returned {type(output).__name__}, not a loss: return a tensor, or a dict with 'loss'"
+        )
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}: reduce it to one number, e.g. .mean()"
+        )
+    return loss
