@@ -40,19 +40,33 @@ def redistribute(
 ) -> fx.Node:
     """The value of ``node`` (global ``shape``, placed as ``source``) placed as ``target``.
 
-    Axes are gathered and reduced innermost first, then scattered outermost first, so that nested shards of one dim keep
-    their order.
+    Axes are gathered and reduced innermost first, then scattered outermost first. A shard nested inside one that changes
+    in the same dim is gathered for the while, so that nested shards keep their order.
     """
     current = list(source)
-    order = [i for i in reversed(range(len(axes))) if not _is_shard(target[i])]
-    order += [i for i in range(len(axes)) if _is_shard(target[i])]
-    for i in order:
-        if current[i] != target[i]:
-            rest = [Replicate() if k == i else placement for k, placement in enumerate(current)]
+    detours = _gathered_meanwhile(source, target)
+    steps = [(i, Replicate() if i in detours else target[i]) for i in reversed(range(len(axes)))]
+    steps = [(i, placement) for i, placement in steps if not _is_shard(placement)]
+    for i, placement in [*steps, *enumerate(target)]:
+        if current[i] != placement:
+            rest = [Replicate() if k == i else other for k, other in enumerate(current)]
             whole = local_shape(shape, tuple(rest), axes)
-            node = _over_axis(emitter, node, whole, current[i], target[i], axes[i])
-            current[i] = target[i]
+            node = _over_axis(emitter, node, whole, current[i], placement, axes[i])
+            current[i] = placement
     return node
+
+
+def _gathered_meanwhile(source: Placements, target: Placements) -> set[int]:
+    """The axes whose shard lies inside a shard, of an outer axis and the same dim, that comes, goes or is gathered."""
+    found: set[int] = set()
+    pending = [i for i in range(len(source)) if source[i] != target[i]]
+    while pending:
+        i = pending.pop()
+        dims = {_dim(placement) for placement in (source[i], target[i]) if _is_shard(placement)}
+        inner = [k for k in range(i + 1, len(source)) if _is_shard(source[k]) and _dim(source[k]) in dims]
+        pending += [k for k in inner if k not in found]
+        found.update(inner)
+    return found
 
 
 def _is_shard(placement: Placement) -> bool:
