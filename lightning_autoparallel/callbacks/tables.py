@@ -28,7 +28,10 @@ def format_bytes(size_bytes: int) -> str:
 
 def make_table(title: str, columns: Sequence[str], numbers: Sequence[str] = (), caption: str | None = None) -> Table:
     """An empty table with text ``columns`` on the left and right-aligned ``numbers`` after them."""
-    table = Table(title=title, caption=caption, box=box.SIMPLE, title_justify="left", caption_justify="left")
+    width = max(len(title), len(caption or ""))  # rich would break both at the width of the columns
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE, min_width=width, title_justify="left", caption_justify="left"
+    )
     for column in columns:
         table.add_column(column)
     for column in numbers:

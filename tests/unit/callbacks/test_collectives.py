@@ -1,0 +1,110 @@
+"""CollectiveMonitor: what it logs, prints, remembers and warns about."""
+
+import csv
+import warnings
+
+import pytest
+import torch
+
+from lightning_autoparallel.callbacks import CollectiveMonitor
+from lightning_autoparallel.errors import ConfigError
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def _logged(trainer):
+    with open(f"{trainer.logger.log_dir}/metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_launches_are_logged_at_the_trainers_cadence(run):
+    trainer = run(CollectiveMonitor())
+    expected = {"dp_shard": 3.0, "dp_replicate,dp_shard": 1.0, "total": 4.0}
+    for metrics in (trainer.logged_metrics, trainer.callback_metrics):
+        assert {axes: float(metrics[f"autoparallel/launches/{axes}"]) for axes in expected} == expected
+    rows = _logged(trainer)
+    assert [row["step"] for row in rows] == ["1", "3"]
+    assert all(float(row[f"autoparallel/launches/{axes}"]) == count for row in rows for axes, count in expected.items())
+
+
+def test_axes_that_a_step_does_not_use_are_logged_as_zero(run, reporting, launches):
+    with pytest.warns(UserWarning, match="did not launch"):
+        trainer = run(CollectiveMonitor(), strategy=reporting([launches, {"dp_shard": 3}]))
+    assert float(trainer.logged_metrics["autoparallel/launches/dp_replicate,dp_shard"]) == 0
+    assert float(trainer.logged_metrics["autoparallel/launches/total"]) == 3
+
+
+def test_the_last_steps_are_remembered(run, launches):
+    monitor = CollectiveMonitor(history=3)
+    run(monitor)
+    assert monitor.launches == [launches] * 3
+    short = CollectiveMonitor()
+    run(short)
+    assert short.launches == [launches] * 4
+
+
+def test_one_table_shows_predicted_beside_measured(run, capsys):
+    run(CollectiveMonitor(), epochs=2)
+    out = capsys.readouterr().out
+    assert out.count("gloo launches per step on one rank") == 1
+    assert "predicted: counted in the final graphs; measured: launches of the last training step" in out
+    assert "\x1b" not in out
+    rows = [_cells(line) for line in out.splitlines() if "_step " in line]
+    assert rows == [
+        ["training_step", "forward", "all_gather", "dp_shard", "2", "3.0 KiB"],
+        ["training_step", "backward", "all_gather", "dp_shard", "1", "1.0 KiB"],
+        ["training_step", "backward", "all_reduce", "dp_replicate,dp_shard", "1", "4 B"],
+        ["validation_step", "inference", "all_gather", "dp_shard", "2", "3.0 KiB"],
+        ["training_step", "all", "all", "dp_shard", "3", "4.0 KiB", "3"],
+        ["training_step", "all", "all", "dp_replicate,dp_shard", "1", "4 B", "1"],
+        ["training_step", "all", "all", "total", "4", "4.0 KiB", "4"],
+    ]
+
+
+def test_other_ranks_print_nothing(run, reporting, capsys, monkeypatch):
+    monitor, strategy = CollectiveMonitor(), reporting()
+    trainer = run(monitor, strategy=strategy, fit=False)
+    monkeypatch.setattr(type(strategy), "is_global_zero", False)
+    monitor.on_train_epoch_end(trainer, None)
+    assert "launches" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "title"),
+    [
+        ("nccl", "cuda", "NCCL launches"),
+        ("cpu:gloo,cuda:nccl", "cuda", "NCCL launches"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo launches"),
+        ("gloo", "cuda", "gloo launches"),
+        (None, "cpu", "gloo launches"),
+    ],
+)
+def test_the_title_names_the_library(run, reporting, capsys, monkeypatch, backend, device, title):
+    monitor, strategy = CollectiveMonitor(), reporting()
+    trainer = run(monitor, strategy=strategy, fit=False)
+    strategy.process_group_backend = backend
+    monkeypatch.setattr(type(strategy), "root_device", torch.device(device))
+    monitor.on_train_epoch_end(trainer, None)
+    assert title in capsys.readouterr().out
+
+
+def test_a_difference_is_warned_about_once(run, reporting, launches):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(CollectiveMonitor(), strategy=reporting([launches, {**launches, "tp": 7, "dp_shard": 2}]))
+    messages = [str(warning.message) for warning in caught if "final graphs" in str(warning.message)]
+    assert len(messages) == 1
+    assert "(dp_shard: 2 measured, 3 predicted; tp: 7 measured, 0 predicted)" in messages[0]
+
+
+def test_agreement_is_silent(run):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*final graphs.*")
+        run(CollectiveMonitor())
+
+
+def test_another_strategy_is_refused(run):
+    with pytest.raises(ConfigError, match=r"CollectiveMonitor reads .* strategy is SingleDeviceStrategy; use"):
+        run(CollectiveMonitor(), strategy="auto")
