@@ -2,13 +2,17 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_autoparallel.callbacks import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.pipeline import parallelize
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
 __all__ = [
     "AutoParallelStrategy",
+    "CollectiveMonitor",
     "MeshSpec",
+    "PeakMemoryMonitor",
+    "PlanReportCallback",
     "parallelize",
 ]
 

@@ -40,7 +40,7 @@ def redistribute(
 ) -> fx.Node:
     """The value of ``node`` (global ``shape``, placed as ``source``) placed as ``target``.
 
-    Axes are gathered and reduced innermost first, then scattered outermost first. A shard nested inside one that changes
+    Axes are gathered and reduced innermost first, then scattered outermost first. A shard nested in one that changes
     in the same dim is gathered for the while, so that nested shards keep their order.
     """
     current = list(source)

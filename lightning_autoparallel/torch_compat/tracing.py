@@ -101,7 +101,9 @@ def export_joint(
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_input_position(node.meta["desc"]) for node in placeholders)
     (output,) = [node for node in graph_module.graph.nodes if node.op == "output"]
-    outputs = tuple(_output_position(desc) for desc in output.meta["desc"])
+    # A parameter that requires a gradient but gets none has a descriptor and no value.
+    pairs = zip(output.args[0], output.meta["desc"], strict=True)
+    outputs = tuple(None if value is None else _output_position(desc) for value, desc in pairs)
     return JointExport(graph_module=graph_module, inputs=inputs, outputs=outputs, output_spec=exported.out_spec)
 
 

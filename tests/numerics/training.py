@@ -1,0 +1,142 @@
+"""Train one case and say what came out: alone in this process, or as one rank of a world."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.capture import flatten_batch
+from tests.numerics.models import make_batches, make_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training to compare; `mesh` sizes multiply to the world."""
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    plan: str = "fsdp"
+    optimizer: str = "adamw"
+    compile: bool = False
+    steps: int = 20
+    rows: int = 12
+    reshard_after_forward: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the case needs."""
+        size = 1
+        for _, axis in self.mesh:
+            size *= axis
+        return size
+
+    def __str__(self) -> str:
+        mesh = "x".join(str(size) for _, size in self.mesh)
+        parts = [self.model, self.plan, mesh, self.optimizer, "compiled" if self.compile else "interpreted"]
+        return "-".join(parts if self.reshard_after_forward else [*parts, "kept"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Losses of all steps, logged metrics at the end, parameters and buffers in full, launches of the last step."""
+
+    losses: list[float]
+    metrics: dict[str, float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    measured: dict[str, int]
+    predicted: dict[str, int]
+
+
+class _Recorder(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+def local_rows(batch: Any, rank: int, shards: int) -> Any:
+    """One rank's rows of a global batch."""
+    leaves, rebuild = flatten_batch(batch)
+    return rebuild([leaf.chunk(shards)[rank] if isinstance(leaf, Tensor) else leaf for _, leaf in leaves])
+
+
+def optimizer_of(module: LightningModule, name: str) -> torch.optim.Optimizer:
+    """The optimizers that tolerances are stated for."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-2)
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+
+def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
+    """Train the case under `strategy`, or under a plain single-device Trainer without one."""
+    module = make_model(case.model)
+    module.configure_optimizers = lambda: optimizer_of(module, case.optimizer)
+    batches = make_batches(case.model, case.steps, case.rows)
+    validation = make_batches(case.model, 2, case.rows, seed=2)
+
+    def loader(global_batches: list[Any]) -> DataLoader:
+        mesh = strategy.mesh if strategy is not None else None
+        rank, shards = (mesh.data_parallel_rank, mesh.data_parallel_size) if mesh is not None else (0, 1)
+        return DataLoader([local_rows(batch, rank, shards) for batch in global_batches], batch_size=None)
+
+    module.train_dataloader = lambda: loader(batches)
+    module.val_dataloader = lambda: loader(validation)
+    recorder = _Recorder()
+    trainer = quiet_trainer(case.world_size if strategy is not None else 1, strategy, [recorder])
+    trainer.fit(module)
+    return Outcome(
+        losses=recorder.losses,
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items() if "per_second" not in name},
+        parameters={name: full(parameter) for name, parameter in module.named_parameters()},
+        buffers={name: full(buffer) for name, buffer in module.named_buffers()},
+        measured=dict(strategy.measured_launches) if strategy is not None else {},
+        predicted=strategy.reports["training_step"].launches() if strategy is not None else {},
+    )
+
+
+def quiet_trainer(devices: int, strategy: Any, callbacks: list[Callback], **options: Any) -> Trainer:
+    """A CPU Trainer without logs, bars and checkpoints: one epoch over what the loaders hold."""
+    chosen: Mapping[str, Any] = {} if strategy is None else {"strategy": strategy}
+    defaults = {"max_epochs": 1, "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False}
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=tempfile.gettempdir(),
+        callbacks=callbacks,
+        **{**defaults, **chosen, **options},
+    )
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, of a DTensor gathered from all ranks."""
+    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return value.detach().clone()
+
+
+def run_rank(case: Case) -> Outcome:
+    """This rank's part of the case in a world of processes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = AutoParallelStrategy(
+            mesh=dict(case.mesh),
+            plan=case.plan,
+            compile=case.compile,
+            reshard_after_forward=case.reshard_after_forward,
+        )
+        return run_case(case, strategy)

@@ -1,0 +1,83 @@
+"""Settings are checked where they are written, and say what to write instead."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_autoparallel.config import EngineConfig, MeshSpec, check_plan
+from lightning_autoparallel.errors import ConfigError
+
+
+def test_the_order_written_is_kept():
+    spec = MeshSpec.from_mapping({"tp": 2, "dp_replicate": 1, "dp_shard": -1})
+    assert spec.names == ("tp", "dp_replicate", "dp_shard")
+    assert spec.sizes == (2, 1, -1)
+    assert str(spec) == "{tp: 2, dp_replicate: 1, dp_shard: -1}"
+    assert MeshSpec.from_mapping(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({}, "mesh {} has no axis: name at least one"),
+        ({"dp_shard": -1, "tp": -1}, "mesh {dp_shard: -1, tp: -1} has more than one -1"),
+        ({"dp_shrad": 2}, "unknown mesh axis 'dp_shrad': did you mean 'dp_shard'?"),
+        ({"pipeline": 2}, "unknown mesh axis 'pipeline': axes are dp_replicate, dp_shard, tp"),
+        ({"cp": 2}, "mesh axis 'cp' is reserved"),
+        ({"dp_shard": 0}, "mesh axis 'dp_shard' has size 0: give a positive number"),
+        ({"dp_shard": -2}, "mesh axis 'dp_shard' has size -2"),
+        ({"dp_shard": 2.0}, "mesh axis 'dp_shard' has size 2.0"),
+        ({"dp_shard": True}, "mesh axis 'dp_shard' has size True"),
+        ({"dp_shard": "2"}, "mesh axis 'dp_shard' has size '2'"),
+    ],
+)
+def test_a_wrong_mesh_is_refused(mesh: dict, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MeshSpec.from_mapping(mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "sizes"),
+    [
+        ({"dp_shard": -1}, 8, (8,)),
+        ({"dp_replicate": 2, "dp_shard": -1, "tp": 2}, 8, (2, 2, 2)),
+        ({"dp_replicate": -1, "dp_shard": 4}, 4, (1, 4)),
+        ({"dp_shard": 2, "tp": 2}, 4, (2, 2)),
+    ],
+)
+def test_minus_one_takes_what_is_left(mesh: dict, world: int, sizes: tuple[int, ...]):
+    assert MeshSpec.from_mapping(mesh).resolve(world).sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"dp_shard": 2, "tp": 2},
+            "mesh {dp_shard: 2, tp: 2} needs 4 processes, Trainer started 2: set devices=4 or dp_shard=-1",
+        ),
+        ({"tp": 4}, "mesh {tp: 4} needs 4 processes, Trainer started 2: set devices=4 or tp=-1"),
+        ({"dp_replicate": 1, "dp_shard": 1}, "needs 1 processes, Trainer started 2: set devices=1 or dp_shard=-1"),
+        (
+            {"dp_shard": -1, "tp": 4},
+            "mesh {dp_shard: -1, tp: 4} cannot be filled: 2 processes do not divide by 4; start a multiple of 4",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_the_remedy(mesh: dict, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MeshSpec.from_mapping(mesh).resolve(2)
+
+
+def test_plans_are_known_by_name():
+    assert check_plan("fsdp") == "fsdp"
+    with pytest.raises(ConfigError, match=r"unknown plan 'fsdb': plans are 'ddp', 'fsdp'.*did you mean 'fsdp'\?"):
+        check_plan("fsdb")
+
+
+@pytest.mark.parametrize("settings", [{"plan": "zero"}, {"max_captures": 0}])
+def test_wrong_engine_settings_are_refused(settings: dict):
+    with pytest.raises(ConfigError, match=str(next(iter(settings.values())))):
+        EngineConfig(**settings)

@@ -1,0 +1,130 @@
+"""Gloo worlds of real processes, started once per size and shared by all tests of a run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class WorldError(AssertionError):
+    """A rank failed, or did not answer in time; the message holds every rank's traceback."""
+
+
+class World:
+    """`size` processes with a default gloo process group; `run` calls one function on all of them.
+
+    Functions must be importable by name; arguments and results are pickled.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = get_context("spawn")
+        port = _free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
+        """The function's results, by rank.
+
+        Raises:
+            WorldError: a rank raised, died, or took longer than `timeout_s`; the world is then stopped.
+        """
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                raise WorldError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s: {answers}")
+            for pipe in ready:
+                answers[waiting[pipe]] = self._receive(pipe, waiting[pipe])
+        failures = [f"rank {rank}:\n{answer[1]}" for rank, answer in sorted(answers.items()) if not answer[0]]
+        if failures:
+            self.stop()
+            raise WorldError("\n".join(failures))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _receive(self, pipe: Any, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return False, f"the process died with exit code {self._processes[rank].exitcode}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes still serve."""
+        return all(process.is_alive() for process in self._processes)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+class Worlds:
+    """The worlds of one test run, by size; one that broke is replaced."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, World] = {}
+
+    def __call__(self, size: int) -> World:
+        world = self._by_size.get(size)
+        if world is None or not world.alive:
+            world = self._by_size[size] = World(size)
+        return world
+
+    def stop(self) -> None:
+        """End all worlds."""
+        for world in self._by_size.values():
+            world.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
