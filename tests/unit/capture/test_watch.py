@@ -1,0 +1,108 @@
+"""Counters that a step reads: what it decides by them is noted with its line and decided again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.errors import CaptureError
+
+HERE = Path(__file__).name
+
+
+def line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_a_comparison_is_a_guard_with_its_line():
+    watcher = Watcher({"batch_idx": 4})
+    assert watcher.value("batch_idx") > 3
+    (guard,) = watcher.guards
+    assert (guard.text, guard.source, guard.outcome) == ("batch_idx > 3", f"{HERE}:{line() - 2}", True)
+    assert guard.holds({"batch_idx": 10})
+    assert not guard.holds({"batch_idx": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "decide"),
+    [
+        ("(batch_idx % 2) == 0", lambda i: i % 2 == 0),
+        ("((batch_idx * 3) + 1) >= 10", lambda i: i * 3 + 1 >= 10),
+        ("(10 - batch_idx) < 5", lambda i: 10 - i < 5),
+        ("(2 ** batch_idx) != 8", lambda i: 2**i != 8),
+        ("(batch_idx // 4) <= 0", lambda i: i // 4 <= 0),
+        ("(12 / batch_idx) == 4.0", lambda i: 12 / i == 4.0),
+        ("batch_idx > 3", lambda i: i > 3),
+        ("bool(batch_idx)", lambda i: bool(i)),
+        ("int(batch_idx)", lambda i: int(i) == 3),
+        ("float(batch_idx)", lambda i: float(i) == 3.0),
+        ("batch_idx", lambda i: list(range(20))[i] == 3),
+        ("hash(batch_idx)", lambda i: i in {3: "three"}),
+    ],
+    ids=str,
+)
+def test_decisions_are_those_of_an_integer(text: str, decide):
+    """The captured outcome, and whether the guard holds, for every number that a real step may bring."""
+    for captured in range(1, 12):
+        watcher = Watcher({"batch_idx": captured})
+        assert decide(watcher.value("batch_idx")) == decide(captured)
+        guards = watcher.guards
+        assert text in [guard.text for guard in guards]
+        for real in range(1, 12):
+            if all(guard.holds({"batch_idx": real}) for guard in guards):
+                assert decide(real) == decide(captured)
+        assert all(guard.holds({"batch_idx": captured}) for guard in guards)
+
+
+def test_two_counters_together():
+    watcher = Watcher({"step": 4, "epoch": 1})
+    assert not watcher.value("step") < watcher.value("epoch") * 2
+    (guard,) = watcher.guards
+    assert guard.text == "step < (epoch * 2)"
+    assert guard.holds({"step": 9, "epoch": 4}) and not guard.holds({"step": 7, "epoch": 4})
+
+
+def test_arithmetic_alone_decides_nothing():
+    watcher = Watcher({"i": 4})
+    _ = (watcher.value("i") + 1) % 3
+    assert watcher.guards == ()
+
+
+def test_the_same_decision_is_kept_once():
+    watcher = Watcher({"i": 4})
+    for _ in range(3):
+        assert watcher.value("i") == 4
+    assert len(watcher.guards) == 1
+
+
+def test_a_new_run_forgets_the_old_one():
+    watcher = Watcher({"i": 4})
+    assert watcher.value("i") == 4
+    _ = f"{watcher.value('i')}"
+    watcher.start()
+    assert watcher.guards == () and watcher.formatted_at == set()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda i, t: i * t, lambda i, t: t * i, lambda i, t: i - t, lambda i, t: t / i, lambda i, t: (i + 1) * t],
+)
+def test_arithmetic_with_a_tensor_is_refused(compute):
+    """The graph would keep one step's value."""
+    watcher = Watcher({"step": 4})
+    with pytest.raises(CaptureError) as caught:
+        compute(watcher.value("step"), torch.ones(2))
+    assert str(caught.value).startswith(f"{HERE}:")
+    assert "computes with" in str(caught.value)
+
+
+def test_formatting_is_no_decision_but_is_noted():
+    watcher = Watcher({"i": 4})
+    shown = f"{watcher.value('i'):03d} {watcher.value('i')}"
+    assert watcher.formatted_at == {f"{HERE}:{line() - 1}"}
+    assert shown == "004 4" and str(watcher.value("i") + 1) == "5"
+    assert watcher.guards == ()
