@@ -1,0 +1,67 @@
+"""Captured graphs of hand-made modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autoparallel.capture import (
+    NoEffects,
+    StepEffects,
+    StepRequest,
+    TensorSpec,
+    capture_step,
+    describe_batch,
+    flatten_batch,
+)
+from lightning_autoparallel.contracts import CapturedGraph
+
+
+def request_of(
+    module: nn.Module,
+    batch: Any,
+    run: Callable[[Any], Any] | None = None,
+    *,
+    shards: int = 1,
+    training: bool = True,
+    effects: StepEffects | None = None,
+    notice: Callable[[str], None] = lambda message: None,
+) -> StepRequest:
+    """A request for ``run(batch)`` (the module's forward unless given) on local batches like ``batch``."""
+    leaves, rebuild = flatten_batch(batch)
+    step = run or module
+    return StepRequest(
+        name="step",
+        module=module,
+        run=lambda values: step(rebuild(values)),
+        parameters={name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()},
+        buffers={name: TensorSpec.of(buffer) for name, buffer in module.named_buffers()},
+        layout=describe_batch(leaves),
+        static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
+        batch_shards=shards,
+        device=torch.device("cpu"),
+        effects=effects or NoEffects(),
+        training=training,
+        notice=notice,
+    )
+
+
+def captured(module: nn.Module, batch: Any, run: Callable[[Any], Any] | None = None, **options: Any) -> CapturedGraph:
+    """The captured step; see ``request_of``."""
+    return capture_step(request_of(module, batch, run, **options))
+
+
+def run_captured(graph: CapturedGraph, module: nn.Module, batch: Any, tangent: float = 1.0) -> dict[Any, Tensor]:
+    """The outputs of a captured graph on real values, by kind and name."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    leaves = dict(flatten_batch(batch)[0])
+    values = []
+    for node, item in zip(graph.graph_module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True):
+        table = {"parameter": parameters, "buffer": buffers, "batch": leaves, "constant": graph.constants}
+        tangents = torch.full(node.meta["val"].shape, tangent)
+        values.append(tangents if item.kind == "tangent" else table[item.kind][item.name].detach())
+    results = graph.graph_module(*values)
+    return {(item.kind, item.name): value for item, value in zip(graph.outputs, results, strict=True)}

@@ -1,0 +1,110 @@
+"""What a node may compute with on one axis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from lightning_autoparallel.cost.hardware import GENERIC
+from lightning_autoparallel.plan import candidates as module
+from lightning_autoparallel.plan.candidates import CandidateTable
+from tests.placements import P, R, S
+from tests.simulate import node_of
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def table(fake_mesh):
+    """``table(size)`` and the warnings it was told."""
+    warnings: list[str] = []
+
+    def make(size: int = 2) -> CandidateTable:
+        mesh = fake_mesh(dp_shard=size)
+        return CandidateTable(size, mesh.submesh(("dp_shard",)), GENERIC, warnings.append)
+
+    make.warnings = warnings
+    return make
+
+
+def rows(candidates) -> list:
+    return [(row.outputs, row.inputs) for row in candidates]
+
+
+def call(op, *args, **kwargs) -> fx.Node:
+    return node_of(op, args, kwargs)
+
+
+def test_the_replicated_row_is_first_and_rows_differ(table):
+    found = rows(table().of(call(aten.mm.default, torch.ones(4, 6), torch.ones(6, 8)), (1,)))
+    assert found[0] == ((R,), (R, R))
+    assert len(set(found)) == len(found)
+    for row in [((S(0),), (S(0), R)), ((S(1),), (R, S(1))), ((P,), (S(1), S(0)))]:
+        assert row in found
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((4, 6), {0, 1}), ((4, 5), {0}), ((3, 5), set()), ((1, 2), {1})])
+def test_only_even_shards(table, shape, dims: set[int]):
+    found = rows(table().of(call(aten.neg.default, torch.ones(shape)), (1,)))
+    assert {out.dim for (out,), _ in found if out.is_shard()} == dims
+    assert all(out == given for (out,), (given,) in found)
+
+
+def test_an_empty_dim_is_no_shard(table):
+    found = rows(table().of(call(aten.neg.default, torch.ones(0, 4)), (1,)))
+    assert S(0) not in [out for (out,), _ in found]
+
+
+@pytest.mark.parametrize(("rows_", "strided"), [(8, True), (6, False)])
+def test_strided_shards_need_blocks_that_divide(table, rows_: int, strided: bool):
+    found = rows(table().of(call(aten.neg.default, torch.ones(rows_, 3)), (1, 2)))
+    assert (((S(0, 2),), (S(0, 2),)) in found) == strided
+
+
+def test_a_nonlinear_operator_takes_no_partial_sum(table):
+    found = rows(table().of(call(aten.relu.default, torch.ones(4)), (1,)))
+    assert found == [((R,), (R,)), ((S(0),), (S(0),))]
+
+
+def test_sharded_rows_cost_less(table):
+    whole, *others = table().of(call(aten.mm.default, torch.ones(64, 64), torch.ones(64, 64)), (1,))
+    assert all(0 < row.time_us < whole.time_us for row in others if P not in row.inputs)
+
+
+def test_without_a_rule_it_computes_replicated_and_warns_once(table):
+    made = table()
+    for rows_ in (4, 8):
+        node = call(aten.renorm.default, torch.randn(rows_, 4), 2, 0, 1.0)
+        node.meta["custom"] = {"module": "encoder.norm", "source": "model.py:7"}
+        assert rows(made.of(node, (1,))) == [((R,), (R,))]
+    (warning,) = table.warnings
+    assert "aten.renorm.default has no sharding rule" in warning
+    assert "encoder.norm" in warning and "model.py:7" in warning
+
+
+def test_a_rule_that_raises_warns_and_computes_replicated(table, monkeypatch):
+    def fails(*args):
+        raise ValueError("too hard")
+
+    made = table()
+    monkeypatch.setattr(module, "rule_rows", fails)
+    assert rows(made.of(call(aten.neg.default, torch.ones(4)), (1,))) == [((R,), (R,))]
+    (warning,) = table.warnings
+    assert "aten.neg.default has a sharding rule that fails (ValueError: too hard)" in warning
+    assert "the step itself" in warning
+
+
+def test_equal_calls_share_an_entry_and_others_do_not(table):
+    made = table()
+    first = made.of(call(aten.sum.dim_IntList, torch.ones(4, 4), [0]), (1,))
+    assert made.of(call(aten.sum.dim_IntList, torch.zeros(4, 4), [0]), (1,)) is first
+    assert made.of(call(aten.sum.dim_IntList, torch.ones(4, 4), [1]), (1,)) is not first
+    assert made.of(call(aten.sum.dim_IntList, torch.ones(4, 8), [0]), (1,)) is not first
+    assert made.of(call(aten.sum.dim_IntList, torch.ones(4, 4), [0]), (1, 2)) is not first
+
+
+def test_absent_results_have_no_placement(table):
+    args = (torch.ones(4, 3, 8), torch.ones(4, 3, 8), torch.ones(3, 3, 1), [0], [1], [0], [1], False, [0], 1)
+    found = rows(table().of(call(aten.convolution_backward.default, *args, [False, True, False]), (1,)))
+    assert found == [((None, R, None), (R, R, R)), ((None, P, None), (S(0), S(0), R))]

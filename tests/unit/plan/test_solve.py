@@ -1,0 +1,95 @@
+"""The chosen placements of small graphs: what they communicate, counted after lowering."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_autoparallel.apply import lower_graph
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.plan import make_plan
+from tests.placements import P, R, S
+from tests.unit._graphs import captured
+
+aten = torch.ops.aten
+
+
+def refuse(message: str) -> None:
+    raise AssertionError(message)
+
+
+def planned(fake_mesh, module: nn.Module, x, run=None, plan: str = "ddp", **options):
+    graph = captured(module, x, run, shards=2, **options)
+    placed = make_plan(graph, plan, fake_mesh(dp_shard=2), refuse)
+    lowered = lower_graph(graph, placed).graph_module.graph
+    return graph, placed, Counter(fxn.collective_kind(node) for node in fxn.collectives_of(lowered))
+
+
+def outputs_of(graph, plan, op) -> list:
+    return [plan.nodes[node.name].outputs[0] for node in graph.graph_module.graph.nodes if node.target is op]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_an_mlp_moves_no_activation(fake_mesh, name: str):
+    """Only parameters and gradients travel: each gradient is reduced once, and the loss."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    graph, plan, counted = planned(fake_mesh, module, torch.randn(64, 8), lambda x: module(x).square().mean(), name)
+    if name == "ddp":
+        assert counted == {"all_reduce": 4 + 1}
+    else:
+        assert counted == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 1}
+    assert set(outputs_of(graph, plan, aten.gelu.default)) == {(S(0),)}
+    for (kind, _), node in zip(
+        [(item.kind, item.name) for item in graph.outputs],
+        graph.graph_module.graph.find_nodes(op="output")[0].args[0],
+        strict=True,
+    ):
+        if kind == "gradient":
+            assert plan.nodes[node.name].outputs == ((P,),)
+
+
+def test_a_sum_with_two_readers_is_reduced_once(fake_mesh):
+    def step(x):
+        total = x.sum(0)
+        return (total.exp() + total.sin()).sum()
+
+    _, _, counted = planned(fake_mesh, nn.Linear(1, 1), torch.randn(4, 512), step, training=False)
+    assert counted == {"all_reduce": 1}
+
+
+def test_linear_readers_of_a_partial_sum_wait(fake_mesh):
+    """A sum is scaled and summed again before it is reduced: one small collective, of a scalar."""
+    _, _, counted = planned(fake_mesh, nn.Linear(1, 1), torch.randn(4, 512), lambda x: x.sum(0).sum(), training=False)
+    assert counted == {"all_reduce": 1}
+
+
+def test_constants_are_made_as_their_reader_wants_them(fake_mesh):
+    def step(x):
+        return (x + torch.full((8, 512), 3.0)).sum()
+
+    graph, plan, counted = planned(fake_mesh, nn.Linear(1, 1), torch.randn(4, 512), step, training=False)
+    assert outputs_of(graph, plan, aten.full.default) == [(S(0),)]
+    assert counted == {"all_reduce": 1}
+
+
+def test_batch_norm_reduces_its_statistics_only(fake_mesh):
+    module = nn.BatchNorm1d(16)
+    _, plan, counted = planned(fake_mesh, module, torch.randn(256, 16), lambda x: module(x).square().sum())
+    assert counted["all_gather"] == counted["all_to_all"] == counted["reduce_scatter"] == 0
+    assert counted["all_reduce"] >= 3  # mean, variance, loss, and the gradients
+    assert plan.outputs[0] == (R,)
+
+
+def test_all_ranks_decide_alike(fake_mesh):
+    """The same request gives the same plan: nothing depends on set or hash order."""
+    module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+    mesh = fake_mesh(dp_shard=2)
+    plans = []
+    for _ in range(2):
+        graph = captured(module, torch.randn(4, 8), lambda x: module(x).sum(), shards=2)
+        plans.append(make_plan(graph, "fsdp", mesh, refuse))
+    assert plans[0].nodes == plans[1].nodes and plans[0].outputs == plans[1].outputs
