@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests._hermetic import no_leaks
+from tests.worlds import Worlds
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +15,11 @@ def hermetic() -> Iterator[None]:
     """Fail the test if it leaves behind what `tests/_hermetic.py` lists."""
     with no_leaks():
         yield
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Gloo worlds by size, each started at its first use and shared by all tests."""
+    started = Worlds()
+    yield started
+    started.stop()

@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,6 +29,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
+
+from lightning_autoparallel.torch_compat.constants import KnownConstants
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -147,15 +150,32 @@ def pretend_compiling() -> Generator[None]:
         torch.compiler._is_compiling_flag = previous
 
 
-class record_frames(TorchFunctionMode):
-    """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch."""
+class record_frames(TorchFunctionMode):  # noqa: N801 - used as a context manager
+    """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch.
+
+    Reading the value of a tensor that the step made out of Python numbers gives that value.
+    """
 
     def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
         super().__init__()
         self._describe = describe
+        self._constants = KnownConstants()
+        self._inside = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with fx_traceback.annotate(self._describe(sys._getframe(1))):
+        if self._inside or isinstance(func, (OpOverload, OpOverloadPacket)) or torch._C._meta_in_tls_dispatch_include():
+            # Torch's own Python, while it traces what the step called.
             return func(*args, **(kwargs or {}))
+        known, value = self._constants.read(func, args)
+        if known:
+            return value
+        self._inside = True
+        try:
+            with fx_traceback.annotate(self._describe(sys._getframe(1))):
+                result = func(*args, **(kwargs or {}))
+        finally:
+            self._inside = False
+        self._constants.observe(func, args, kwargs or {}, result)
+        return result
