@@ -35,6 +35,9 @@ _LOSSES = (
     aten.multilabel_margin_loss_forward,
 )
 
+# Take the batch size as a number, which would not fit a shard.
+_SIZED = (aten.native_group_norm, aten.native_group_norm_backward)
+
 
 def _reduced(dims: Sequence[int] | int | None, tensor: Tensor) -> list[int]:
     if dims is None or dims == []:
@@ -228,7 +231,7 @@ def _bernoulli(tensor: Tensor, *, generator: Any = None) -> Tensor:
 def planning_decompositions() -> Decompositions:
     """The table for ``export_joint``: our own, the losses, and whatever core operator DTensor has no rule for."""
     table = {op: function for op, function in core_aten_decompositions().items() if not _planned_whole(op)}
-    table.update(get_decompositions(_LOSSES))
+    table.update(get_decompositions((*_LOSSES, *_SIZED)))
     table.update(_OWN)
     return table
 
@@ -242,8 +245,6 @@ _KEPT = {
     aten.convolution_backward.default,
     aten.max_pool2d_with_indices_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten.native_group_norm.default,
-    aten.native_group_norm_backward.default,
 }
 _OWN: Decompositions = {
     aten.mean.dim: mean,
