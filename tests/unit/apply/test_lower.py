@@ -20,14 +20,15 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
-    """Uneven parameters, a norm over the batch, a reshape, a buffer that is changed, rows that are returned."""
+    """Uneven parameters, norms over batch and groups, a reshape, a buffer that is changed, rows that are returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(4, 3)
+        self.groups = nn.GroupNorm(2, 8)
 
     def forward(self, x):
-        hidden = self.norm(self.first(x)).relu().reshape(-1, 2, 4).transpose(0, 1)
+        hidden = self.groups(self.norm(self.first(x)).relu()).reshape(-1, 2, 4).transpose(0, 1)
         rows = self.last(hidden).softmax(-1)
         return {"loss": rows.square().mean() + rows.amax(), "rows": rows.detach().transpose(0, 1)}
 

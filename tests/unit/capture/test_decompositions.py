@@ -183,3 +183,12 @@ def test_binary_cross_entropy(weight, reduction: int):
     compare(aten.binary_cross_entropy.default, B, A.sigmoid(), weight, reduction)
     grad = torch.randn(4, 5) if reduction == 0 else torch.tensor(2.0)
     compare(aten.binary_cross_entropy_backward.default, grad, B, A.sigmoid(), weight, reduction)
+
+
+def test_group_norm():
+    """Its operator takes the batch size as a number, so it must never reach the planner."""
+    x, weight, bias = torch.randn(4, 6, 5), torch.randn(6), torch.randn(6)
+    compare(aten.native_group_norm.default, x, weight, bias, 4, 6, 5, 2, 1e-5)
+    _, average, invstd = aten.native_group_norm.default(x, weight, bias, 4, 6, 5, 2, 1e-5)
+    args = (torch.randn(4, 6, 5), x, average, invstd, weight, 4, 6, 5, 2, [True, True, True])
+    compare(aten.native_group_norm_backward.default, *args)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autoparallel.capture import capture_step
-from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 from tests.unit._graphs import captured, request_of, run_captured
@@ -131,47 +130,6 @@ def test_nodes_know_their_module_and_line():
     multiplied = {fxn.custom(n, "module") for n in graph.graph_module.graph.nodes if "mm" in str(n.target)}
     assert multiplied == {"first", "second"}
     assert all(not fxn.is_backward(node) for node in relu)
-
-
-def reads_item(x: Tensor) -> Tensor:
-    return x.sum() * x.mean().item()
-
-
-def reads_bool(x: Tensor) -> Tensor:
-    if x.sum() > 0:
-        return x.sum()
-    return x.mean()
-
-
-def reads_mask(x: Tensor) -> Tensor:
-    return x[x > 0].sum()
-
-
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (reads_item, "reads a tensor's value (.item())"),
-        (reads_bool, "reads a tensor's value"),
-        (reads_mask, "makes a shape that depends on a tensor's values"),
-    ],
-)
-def test_reading_values_names_the_line(step, message: str):
-    module = Tied()
-    with pytest.raises(CaptureError) as caught:
-        captured(module, X, lambda x: step(module.first(x)))
-    line = inspect.getsourcelines(step)[1] + 1
-    assert f"{HERE}:{line} {message}" in str(caught.value)
-    assert "torch.where" in str(caught.value)
-    assert active_fake_mode() is None
-
-
-def test_an_error_of_the_step_is_the_users_own():
-    def step(x: Tensor) -> Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        captured(Tied(), X, step)
-    assert active_fake_mode() is None
 
 
 def test_no_fake_mode_and_no_fake_tensor_stays():
