@@ -28,6 +28,18 @@ _SHAPE_ARGUMENT = {
     aten.randint.low: 2,
     aten.slice_backward.default: 1,
     aten.select_backward.default: 1,
+    aten.upsample_nearest1d_backward.default: 2,
+    aten.upsample_nearest2d_backward.default: 2,
+    aten.upsample_nearest3d_backward.default: 2,
+    aten.upsample_linear1d_backward.default: 2,
+    aten.upsample_bilinear2d_backward.default: 2,
+    aten.upsample_bicubic2d_backward.default: 2,
+    aten.upsample_trilinear3d_backward.default: 2,
+    aten._upsample_nearest_exact1d_backward.default: 2,
+    aten._upsample_nearest_exact2d_backward.default: 2,
+    aten._upsample_nearest_exact3d_backward.default: 2,
+    aten._upsample_bilinear2d_aa_backward.default: 2,
+    aten._upsample_bicubic2d_aa_backward.default: 2,
 }
 
 

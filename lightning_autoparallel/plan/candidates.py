@@ -118,7 +118,7 @@ class CandidateTable:
             call.args,
             call.kwargs,
             result,
-            local_size_bytes([*call.outputs, *call.inputs], shards),
+            local_size_bytes(_touched(call), shards),
             1 / self._size if sharded else 1.0,
             self._hardware,
         )
@@ -126,6 +126,13 @@ class CandidateTable:
 
     def _shards(self, placement: Placement | None) -> int:
         return self._size if isinstance(placement, (Shard, StridedShard)) else 1
+
+
+def _touched(call: OpCall) -> list[Tensor | None]:
+    """What a call reads and writes; a look-up reads rows of its table, as many as it writes."""
+    if call.op is torch.ops.aten.embedding.default:
+        return [*call.outputs, None, *call.inputs[1:]]
+    return [*call.outputs, *call.inputs]
 
 
 def _key(node: fx.Node, split_factors: tuple[int, ...]) -> Any:

@@ -98,6 +98,9 @@ def _solve(
         pins={node: _pin(item, captured) for node, item in zip(placeholders, captured.inputs, strict=True)},
         sinks=[(node, _allowed(captured, index, axis)) for index, node in enumerate(output_nodes(graph))],
         edge_time_us=edge_time_us,
+        whole=frozenset(
+            node for node, item in zip(placeholders, captured.inputs, strict=True) if item.kind == "parameter"
+        ),
     )
     return solve_axis(problem)
 

@@ -20,13 +20,19 @@ EdgeTime = Callable[[Placement, Placement, int], float]  # (source, target, glob
 
 @dataclass(frozen=True, kw_only=True)
 class AxisProblem:
-    """One axis to plan: ``pins`` fix placeholders, ``sinks`` are placements that outputs must end in (any of them)."""
+    """One axis to plan.
+
+    ``pins`` fix placeholders, ``sinks`` are placements that outputs must end in (any of them). What depends on the
+    placeholders in ``whole`` only (parameters of a data-parallel plan) is computed replicated and never cut: activations do
+    not move because a weight could be sliced for nothing.
+    """
 
     graph: fx.Graph
     table: CandidateTable
     pins: Mapping[fx.Node, Placement]
     sinks: Sequence[tuple[fx.Node, tuple[Placement, ...]]]
     edge_time_us: EdgeTime
+    whole: frozenset[fx.Node] = frozenset()
     max_sweeps: int = 8
 
 
@@ -41,6 +47,7 @@ class _State:
     choice: dict[fx.Node, Candidate] = field(default_factory=dict)
     wanted: dict[Producer, Counter[Placement]] = field(default_factory=dict)
     sinks: dict[Producer, list[tuple[Placement, ...]]] = field(default_factory=dict)
+    whole: set[fx.Node] = field(default_factory=set)
 
 
 def producer_of(node: fx.Node) -> Producer:
@@ -132,6 +139,7 @@ def _prepare(state: _State) -> list[fx.Node]:
     calls = []
     factors: dict[fx.Node, tuple[int, ...]] = {}
     dependent: set[fx.Node] = set()
+    state.whole = set(state.problem.whole)
     for node in state.problem.graph.nodes:
         if node.op == "placeholder":
             placement = state.problem.pins[node]
@@ -143,6 +151,9 @@ def _prepare(state: _State) -> list[fx.Node]:
             arguments = tuple(producer_of(argument) for argument in fxn.tensor_arguments(node))
             arriving = sorted({1, *(factor for source, _ in arguments for factor in factors[source])})
             candidates = state.problem.table.of(node, tuple(arriving))
+            if arguments and all(source in state.whole for source, _ in arguments):
+                state.whole.add(node)
+                candidates = candidates[:1]
             factors[node] = _factors(candidates)
             state.arguments[node] = arguments
             for position, producer in enumerate(arguments):
@@ -174,8 +185,12 @@ def _choose(state: _State, node: fx.Node, forward_only: bool) -> bool:
     if len(candidates) == 1:
         best = candidates[0]
     else:
-        # Ties go to what is chosen already, then to the first: sweeps end and all ranks decide alike.
-        best = min(candidates, key=lambda c: (_time_us(state, node, c, forward_only), c is not previous))
+        # A tie goes to the candidate that redistributes after the node rather than before it, where a later node may turn
+        # out not to need it; then to what is chosen already, then to the first: sweeps end and all ranks decide alike.
+        best = min(
+            candidates,
+            key=lambda c: (_time_us(state, node, c, forward_only), _time_us(state, node, c, True), c is not previous),
+        )
     _set(state, node, best)
     return best is not previous
 
@@ -198,6 +213,8 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
         others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
         if chosen is None or others.get(target):
             continue
+        if source in state.whole and not target.is_replicate():
+            return math.inf
         if forward_only and chosen.is_partial() and not (target.is_partial() or target.is_replicate()):
             # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
             return math.inf
@@ -213,8 +230,18 @@ def _output_time_us(state: _State, producer: Producer, placement: Placement) -> 
     targets = [target for target, count in state.wanted.get(producer, {}).items() if count]
     total = sum(_edge(state, producer, placement, target) for target in targets)
     for allowed in state.sinks.get(producer, []):
-        total += min(0.0 if target in targets else _edge(state, producer, placement, target) for target in allowed)
+        total += min(0.0 if target in targets else _leaving(state, producer, placement, target) for target in allowed)
     return total
+
+
+def _leaving(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
+    """What it costs a value to leave the graph: gathered or reduced, never turned from one dim to another.
+
+    An all-to-all of a gradient would be cheap, but it is no reduction: the work it saves is moved into the backward.
+    """
+    if not source.is_partial() and not source.is_replicate() and not target.is_replicate() and source != target:
+        return math.inf
+    return _edge(state, producer, source, target)
 
 
 def _edge(state: _State, producer: Producer, source: Placement, target: Placement) -> float:

@@ -101,7 +101,6 @@ def test_a_random_draw_is_never_repeated():
     assert not any(fxn.is_random(node) for node in partitioned.backward.graph.nodes)
 
 
-@pytest.mark.xfail(strict=True, reason="a result that only the backward reads makes it run the operator again")
 def test_one_result_of_several_is_saved_alone():
     joint = Joint()
     both = joint(aten.max.dim, joint["x"], 1)

@@ -81,13 +81,10 @@ OTHERS = [
     call(aten.repeat.default, x(4, 8), [2, 1]),
     call(aten.linalg_qr.default, x(4, 4)),
     call(aten.histc.default, x(8), 4, -3.0, 3.0),
+    call(aten.upsample_nearest2d_backward.default, x(4, 4, 8, 8), [8, 8], [4, 4, 4, 4]),
+    call(aten.upsample_bilinear2d_backward.default, x(4, 4, 8, 8), [8, 8], [4, 4, 4, 4], False),
 ]
 SAMPLES = [sample for sample in [*MATMULS, *POINTWISE, *REDUCTIONS, *OTHERS] if sample.op not in RULES]
-
-
-_SIZED = pytest.mark.xfail(strict=True, reason="lowering does not localise the input size of an upsampling's gradient")
-UPSAMPLE = call(aten.upsample_nearest2d_backward.default, x(4, 4, 8, 8), [8, 8], [4, 4, 4, 4])
-SAMPLES.append(pytest.param(UPSAMPLE, marks=_SIZED))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 4])
