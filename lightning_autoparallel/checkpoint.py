@@ -1,4 +1,4 @@
-"""Sharded checkpoints: a folder with every rank's shards of model and optimizers, and the Trainer's state beside them."""
+"""Sharded checkpoints: a folder with every rank's shards of model and optimizers, the Trainer's state beside them."""
 
 from __future__ import annotations
 

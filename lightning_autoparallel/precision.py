@@ -15,6 +15,7 @@ def check_precision(plugin: Precision) -> Precision:
     """
     if type(plugin) is not Precision or plugin.precision != "32-true":
         raise ConfigError(
-            f"precision {plugin.precision!r} is not supported yet by AutoParallelStrategy: use Trainer(precision='32-true')"
+            f"precision {plugin.precision!r} is not supported yet by AutoParallelStrategy: "
+            "use Trainer(precision='32-true')"
         )
     return plugin

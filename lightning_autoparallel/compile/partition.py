@@ -73,7 +73,7 @@ class _Partition:
             n for n, item in zip(self._placeholders, sharded.inputs, strict=True) if item.kind == "tangent"
         ]
         self._forward = _ancestors(self._results) - set(self._placeholders)
-        # A result that only the backward reads (pooling indices, attention statistics) comes from an operator that has run.
+        # A result that only the backward reads (pooling indices, attention statistics) comes from a call that has run.
         self._forward |= {node for node in self._nodes if fxn.is_getitem(node) and node.args[0] in self._forward}
         self._recomputed = self._choose_recomputed(reshard_after_forward)
         self._saved: dict[fx.Node, None] = {}

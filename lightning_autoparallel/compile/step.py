@@ -71,7 +71,7 @@ class _StepFunction(torch.autograd.Function):
 
 
 def _distinct(results: list[Tensor]) -> list[Tensor]:
-    """The results as different tensors: a loss that is logged too is one value, but only one of the two has a gradient."""
+    """The results as different tensors: a loss that is logged too is one value, but has a gradient once."""
     seen: set[int] = set()
     distinct = []
     for result in results:

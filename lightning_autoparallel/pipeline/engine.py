@@ -30,7 +30,6 @@ from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import parameter_storage, plan_axes
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
 
-
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 

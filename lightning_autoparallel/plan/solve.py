@@ -23,8 +23,8 @@ class AxisProblem:
     """One axis to plan.
 
     ``pins`` fix placeholders, ``sinks`` are placements that outputs must end in (any of them). What depends on the
-    placeholders in ``whole`` only (parameters of a data-parallel plan) is computed replicated and never cut: activations do
-    not move because a weight could be sliced for nothing.
+    placeholders in ``whole`` only (parameters of a data-parallel plan) is computed replicated and never cut:
+    activations do not move because a weight could be sliced for nothing.
     """
 
     graph: fx.Graph
@@ -185,8 +185,9 @@ def _choose(state: _State, node: fx.Node, forward_only: bool) -> bool:
     if len(candidates) == 1:
         best = candidates[0]
     else:
-        # A tie goes to the candidate that redistributes after the node rather than before it, where a later node may turn
-        # out not to need it; then to what is chosen already, then to the first: sweeps end and all ranks decide alike.
+        # A tie goes to the candidate that redistributes after the node rather than before it, where a later node may
+        # turn out not to need it; then to what is chosen already, then to the first: sweeps end and all ranks
+        # decide alike.
         best = min(
             candidates,
             key=lambda c: (_time_us(state, node, c, forward_only), _time_us(state, node, c, True), c is not previous),

@@ -18,7 +18,7 @@ def check_launch(spec: MeshSpec, world_size: int) -> None:
     """
     if world_size > 1 and hasattr(sys, "ps1"):
         raise ConfigError(
-            "AutoParallelStrategy starts its processes from a script, which a notebook or an interactive Python is not: "
+            "AutoParallelStrategy starts its processes from a script, which a notebook or interactive Python is not: "
             "write the code to a file and run it, or set devices=1"
         )
     spec.resolve(world_size)

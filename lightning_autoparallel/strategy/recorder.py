@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,16 +137,19 @@ class LightningEffects:
     def _check_name(self, name: str) -> None:
         if user_line() in self._watcher.formatted_at:
             raise CaptureError(
-                f"{user_line()} writes a step's number into the name {name!r} of a logged value: the name would stay that of "
-                "one step; log under one name, the logger keeps the step"
+                f"{user_line()} writes a step's number into the name {name!r} of a logged value: it would stay that "
+                "of one step; log under one name, the logger keeps the step"
             )
 
     def _counter_patches(self) -> list[Any]:
         return [
-            mock.patch.object(owner, name, property(lambda _, name=name: self._watcher.value(name)))  # type: ignore[misc]
+            mock.patch.object(owner, name, property(functools.partial(self._watched, name)))
             for owner in (LightningModule, Trainer)
             for name in ("global_step", "current_epoch")
         ]
+
+    def _watched(self, name: str, _: Any) -> Watched:
+        return self._watcher.value(name)
 
     def _output_patches(self) -> list[Any]:
         real_print = builtins.print
@@ -163,7 +167,8 @@ class LightningEffects:
         ]
 
     def _metric_recorders(self, metric: nn.Module) -> dict[str, Callable[..., Any]]:
-        update, forward = metric.update, metric.forward
+        update: Callable[..., Any] = metric.update  # type: ignore[assignment]
+        forward: Callable[..., Any] = metric.forward
 
         def record_update(*args: Any, **kwargs: Any) -> None:
             self._record(update, args, kwargs)

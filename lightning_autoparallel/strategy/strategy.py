@@ -54,14 +54,16 @@ class AutoParallelStrategy(ParallelStrategy):
 
     Args:
         mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1.
-        plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"ddp"`` replicates them.
+        plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes,
+            ``"ddp"`` replicates them.
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
         max_captures: how many kinds of batches and branches a step may have before it is refused.
         dump_dir: where to write graphs before and after each pass, and reports.
         process_group_backend: NCCL on CUDA and gloo on CPU unless given.
         timeout: of collectives.
-        batch_dims: for leaves whose dim 0 is wrongly taken (or not taken) for the batch: globs over leaf paths to 0 or null.
+        batch_dims: for leaves whose dim 0 is wrongly taken (or not taken) for the batch: globs over leaf paths to 0
+            or null.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -201,7 +203,7 @@ class AutoParallelStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -245,8 +247,8 @@ class AutoParallelStrategy(ParallelStrategy):
         except Exception as error:
             # The step may need what on_train_start sets up: its first call will show whether it works.
             rank_zero_warn(
-                f"training_step could not be captured before training ({type(error).__name__}: {error}): it will be at its "
-                "first step"
+                f"training_step could not be captured before training ({type(error).__name__}: {error}): it will be at "
+                "its first step"
             )
             return
         rank_zero_info(_summary(report))

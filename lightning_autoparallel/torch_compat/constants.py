@@ -53,7 +53,9 @@ class KnownConstants:
         value = getattr(tensor, _ATTRIBUTE, None)
         return None if value is None or value.untyped_storage().data_ptr() in self._changed else value
 
-    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    def _compute(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor] | None:
         def real(leaf: Any) -> Any:
             return self._value(leaf) if isinstance(leaf, Tensor) else leaf
 

@@ -150,7 +150,7 @@ def pretend_compiling() -> Generator[None]:
         torch.compiler._is_compiling_flag = previous
 
 
-class record_frames(TorchFunctionMode):  # noqa: N801 - used as a context manager
+class record_frames(TorchFunctionMode):
     """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch.
 
     Reading the value of a tensor that the step made out of Python numbers gives that value.

@@ -161,8 +161,9 @@ class Checkpointed(Trained):
 class Transformer(LightningTransformer):
     """Lightning's demo transformer without dropout.
 
-    In float32 its training amplifies rounding: changing the weights by 6e-8 relative, on one device without us, changes the
-    loss after 20 AdamW steps by 1e-2 (`python -m tests.numerics.sensitivity` prints it). So it is compared in float64.
+    In float32 its training amplifies rounding: changing the weights by 6e-8 relative, on one device without us,
+    changes the loss after 20 AdamW steps by 1e-2 (`python -m tests.numerics.sensitivity` prints it). So it is
+    compared in float64.
     """
 
     def __init__(self) -> None:

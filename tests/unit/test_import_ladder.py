@@ -27,7 +27,9 @@ RUNG = {part: height for height, parts in enumerate(LADDER) for part in parts}
 STAGES_WITH_COST = {"plan", "passes"}
 PARTS_WITH_LIGHTNING = {"strategy", "precision", "checkpoint", "callbacks", "cli"}
 # The package registers its strategy with Lightning; nothing else happens when it is imported.
-FILES_WITH_LIGHTNING = {f"{PACKAGE}/{name}.py" for name in ("__init__", "models/module", "models/data", "models/report")}
+FILES_WITH_LIGHTNING = {
+    f"{PACKAGE}/{name}.py" for name in ("__init__", "models/module", "models/data", "models/report")
+}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 PUBLIC_DESPITE_UNDERSCORE = ("torch.ops.",)  # operators are named so, such as torch.ops._c10d_functional
 

@@ -1,0 +1,130 @@
+"""Settings that cannot work are refused when the Trainer is made, with the remedy."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.errors import ConfigError
+from tests.distributed.jobs import Net, failure, make_strategy, make_trainer, train
+from tests.worlds import Worlds
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"dp_shard": 2, "tp": 2},
+            "mesh {dp_shard: 2, tp: 2} needs 4 processes, Trainer started 2: set devices=4 or dp_shard=-1",
+        ),
+        ({"dp_shard": -1, "dp_replicate": 4}, "2 processes do not divide by 4; start a multiple of 4 processes"),
+        ({"dp_shard": -1, "tp": -1}, "has more than one -1: only one axis can be inferred from the world size"),
+        ({"dp_shart": 2}, "unknown mesh axis 'dp_shart': did you mean 'dp_shard'?"),
+        ({"dp_shard": 0}, "mesh axis 'dp_shard' has size 0: give a positive number of processes, or -1"),
+        ({"dp_shard": 1, "cp": 2}, "mesh axis 'cp' is reserved: context parallelism is not built yet"),
+        ({}, "mesh {} has no axis: name at least one, for example {dp_shard: -1}"),
+    ],
+    ids=str,
+)
+def test_mesh(mesh, message) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_trainer(make_strategy(mesh, {}), 2)
+
+
+def test_an_unknown_plan_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=re.escape("unknown plan 'fdsp': plans are 'ddp', 'fsdp'; did you mean 'fsdp'?")
+    ):
+        AutoParallelStrategy(plan="fdsp")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "64-true"])
+def test_other_precisions_are_refused(precision) -> None:
+    message = f"precision '{precision}' is not supported yet by AutoParallelStrategy: use Trainer(precision='32-true')"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_trainer(make_strategy({"dp_shard": -1}, {}), 1, precision=precision)
+
+
+def test_an_interactive_python_cannot_start_processes(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(ConfigError, match=r"write the code to a file and run it, or set devices=1"):
+        make_trainer(make_strategy({"dp_shard": 2}, {}), 2)
+
+
+def test_a_notebook_cannot_start_processes(monkeypatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(
+        (ConfigError, RuntimeError), match=r"write the code to a file and run it|not compatible with an interactive"
+    ):
+        Trainer(accelerator="cpu", devices=2, strategy=make_strategy({"dp_shard": 2}, {}), logger=False)
+
+
+class ManualOptimization(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class WithoutReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class OnMeta(Net):
+    def configure_model(self):
+        with torch.device("meta"):
+            self.net.insert(0, WithoutReset())
+
+
+class LeavesTensorParallelIdle(Net):
+    strategy = {"plan": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "message"),
+    [
+        (
+            ManualOptimization,
+            {"dp_shard": 2},
+            "ConfigError: ManualOptimization sets automatic_optimization=False: manual optimisation is not supported yet by "
+            "AutoParallelStrategy; return the loss from training_step",
+        ),
+        (
+            OnMeta,
+            {"dp_shard": 2},
+            "ConfigError: module 'net.0' (WithoutReset) is on the meta device and has no reset_parameters(): its parameters "
+            "cannot be initialised; add that method, or build the module on a real device",
+        ),
+        (LeavesTensorParallelIdle, {"dp_shard": 1, "tp": 2}, "tp"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_rank_refuses(kind, mesh, message, worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, kind, mesh):
+        assert message in text
+
+
+class Compiled(Net):
+    strategy = {"compile": True}
+
+
+def test_inductor_without_a_compiler(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    text, _ = failure(Compiled, {"dp_shard": 1}, 1)
+    assert "compile=False" in text
+    assert "no error" in failure(Net, {"dp_shard": 1}, 1)[0]
+
+
+def test_the_settings_that_are_right(worlds: Worlds) -> None:
+    assert len(worlds(2).run(train, Net, {"dp_shard": -1})[0].losses) == Net.steps
