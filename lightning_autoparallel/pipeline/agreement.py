@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.errors import CaptureError
 
 
 class ControlGroup:
@@ -37,16 +37,24 @@ class ControlGroup:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def raise_together(self, error: AutoParallelError | None) -> None:
+    def raise_together(self, error: Exception | None) -> None:
         """Raise on all ranks if any has an error: its own, or the first other rank's.
+
+        An error that is not ours and that only some ranks have becomes one of ours, so that no rank goes on alone.
 
         Raises:
             AutoParallelError: some rank has an error.
         """
         if self.agrees("" if error is None else "error") and error is None:
             return
-        messages = self.gather(None if error is None else str(error))
-        if error is not None:
-            raise error
-        rank = next(i for i, message in enumerate(messages) if message is not None)
-        raise CaptureError(f"rank {rank} stopped: {messages[rank]}")
+        messages = self.gather(None if error is None else _message(error))
+        if error is None:
+            rank = next(i for i, message in enumerate(messages) if message is not None)
+            raise CaptureError(f"rank {rank} stopped: {messages[rank]}")
+        if None in messages and not isinstance(error, AutoParallelError):
+            raise CaptureError(f"this rank alone stopped: {_message(error)}") from error
+        raise error
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, AutoParallelError) else f"{type(error).__name__}: {error}"

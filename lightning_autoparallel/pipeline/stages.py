@@ -22,7 +22,7 @@ from lightning_autoparallel.contracts import (
     PlanReport,
     ShardingPlan,
 )
-from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import joint_passes, run_passes
@@ -97,7 +97,7 @@ def _clock(graph: str, timings: dict[str, float], progress: Progress) -> Clock:
 
 def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> tuple[CapturedGraph, ShardingPlan]:
     """Capture and plan on every rank; an error, or a difference, of one rank is an error of all."""
-    error: AutoParallelError | None = None
+    error: Exception | None = None
     captured: CapturedGraph | None = None
     plan: ShardingPlan | None = None
     try:
@@ -105,7 +105,7 @@ def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> t
             captured = capture_step(request)
         with clock("plan"):
             plan = make_plan(captured, context.config.plan, context.mesh, context.warn)
-    except AutoParallelError as caught:
+    except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
     assert captured is not None and plan is not None

@@ -179,6 +179,33 @@ class Transformer(LightningTransformer):
         """The batches are made here: nothing is downloaded."""
 
 
+class Transformer32(Transformer):
+    """The same in float32, for the few steps before its rounding has grown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+
+class MaskedAttention(Trained):
+    """Grouped-query attention with a mask per row of the batch, as padding masks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key_value = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.output = nn.Linear(16, 4)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, lengths, y = batch["x"], batch["lengths"], batch["y"]
+        rows, length, _ = x.shape
+        query = self.query(x).view(rows, length, 4, 4).transpose(1, 2)
+        key, value = self.key_value(x).view(rows, length, 2, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = torch.arange(length, device=x.device)[None, None, None, :] < lengths[:, None, None, None]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        pooled = self.output(mixed.transpose(1, 2).flatten(2)).mean(1)
+        return F.mse_loss(pooled, y)
+
+
 def _tokens(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=generator)
 
@@ -198,6 +225,15 @@ def _ignored_batch(generator: torch.Generator, rows: int) -> Any:
 MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[torch.Generator, int], Any]]] = {
     "llama3": (lambda: Llama3Module(size="debug", overrides={"dim": 32, "n_layers": 2}), _llama_batch),
     "transformer": (Transformer, lambda g, n: (_tokens(g, n, 6, 40), _tokens(g, n, 6, 40))),
+    "transformer32": (Transformer32, lambda g, n: (_tokens(g, n, 6, 40), _tokens(g, n, 6, 40))),
+    "attention": (
+        MaskedAttention,
+        lambda g, n: {
+            "x": torch.randn(n, 5, 16, generator=g),
+            "lengths": torch.randint(1, 6, (n,), generator=g),
+            "y": torch.randn(n, 4, generator=g),
+        },
+    ),
     "boring": (BoringModel, lambda g, n: torch.randn(n, 32, generator=g)),
     "convnet": (
         ConvNet,

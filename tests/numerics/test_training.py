@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,14 @@ LOSS_TOLERANCE = 1e-5  # relative
 WEIGHT_TOLERANCE = {"adamw": 1e-4, "sgd": 1e-5}  # absolute
 
 
+def _case(model: str, **settings: Any) -> Case:
+    # A training that amplifies rounding is compared while one device still agrees with itself (tests.numerics.sensitivity).
+    return Case(model=model, steps=4 if model == "transformer32" else 20, **settings)
+
+
 def _interpreted() -> list[Case]:
     return [
-        Case(model=model, mesh=mesh, plan=plan, optimizer=optimizer)
+        _case(model, mesh=mesh, plan=plan, optimizer=optimizer)
         for model in MODELS
         for mesh in (ONE, TWO, TWO_BY_TWO)
         for plan in ("ddp", "fsdp")
@@ -28,7 +34,7 @@ def _interpreted() -> list[Case]:
 
 def _compiled() -> list[Case]:
     return [
-        Case(model=model, mesh=mesh, plan=plan, optimizer="adamw", compile=True)
+        _case(model, mesh=mesh, plan=plan, optimizer="adamw", compile=True)
         for model in MODELS
         for mesh in (ONE, TWO, TWO_BY_TWO)
         for plan in ("ddp", "fsdp")
@@ -40,8 +46,8 @@ def _covering() -> list[Case]:
     cases = []
     for index, model in enumerate(MODELS):
         first, second = ("fsdp", "ddp") if index % 2 else ("ddp", "fsdp")
-        cases.append(Case(model=model, mesh=TWO, plan=first, optimizer="adamw"))
-        cases.append(Case(model=model, mesh=TWO_BY_TWO, plan=second, optimizer="sgd"))
+        cases.append(_case(model, mesh=TWO, plan=first, optimizer="adamw"))
+        cases.append(_case(model, mesh=TWO_BY_TWO, plan=second, optimizer="sgd"))
     for model, plan in (("llama3", "fsdp"), ("convnet", "ddp")):
         cases.append(Case(model=model, mesh=ONE, plan=plan, optimizer="sgd"))
     cases.append(Case(model="llama3", mesh=TWO, plan="fsdp", compile=True))
@@ -51,13 +57,13 @@ def _covering() -> list[Case]:
 
 
 @functools.lru_cache
-def _oracle(model: str, optimizer: str) -> Outcome:
+def _oracle(model: str, optimizer: str, steps: int) -> Outcome:
     """The same module under a plain single-device Trainer on the same global batches."""
-    return run_case(Case(model=model, mesh=ONE, optimizer=optimizer), None)
+    return run_case(Case(model=model, mesh=ONE, optimizer=optimizer, steps=steps), None)
 
 
 def _check(case: Case, worlds: Worlds) -> None:
-    expected = _oracle(case.model, case.optimizer)
+    expected = _oracle(case.model, case.optimizer, case.steps)
     outcomes = worlds(case.world_size).run(run_rank, case, timeout_s=280)
     first = outcomes[0]
     assert len(first.losses) == case.steps
