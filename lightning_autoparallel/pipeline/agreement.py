@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError
 
 
 class ControlGroup:
