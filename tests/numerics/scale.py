@@ -20,7 +20,7 @@ from lightning_autoparallel.capture import NoEffects
 from lightning_autoparallel.config import EngineConfig, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.mesh import build_mesh
-from lightning_autoparallel.models import Llama3, llama3_config
+from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.pipeline import ControlGroup, StepCall, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.torch_compat.collectives import init_fake_world

@@ -18,7 +18,7 @@ WEIGHT_TOLERANCE = {"adamw": 1e-4, "sgd": 1e-5}  # absolute
 
 
 def _case(model: str, **settings: Any) -> Case:
-    # A training that amplifies rounding is compared while one device still agrees with itself: tests.numerics.sensitivity.
+    # A training that amplifies rounding is compared while one device agrees with itself: tests.numerics.sensitivity.
     return Case(model=model, steps=4 if model == "transformer32" else 20, **settings)
 
 
