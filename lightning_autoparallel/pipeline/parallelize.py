@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +65,7 @@ def parallelize(
     max_captures: int = 8,
     dump_dir: str | None = None,
     batch_dims: int | Mapping[str, int | None] | None = None,
+    disabled_passes: Sequence[str] = (),
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelModule:
@@ -87,6 +88,7 @@ def parallelize(
         compile=compile,
         max_captures=max_captures,
         dump_dir=dump_dir,
+        disabled_passes=tuple(disabled_passes),
     )
     if compile:
         check_compiler(target.type)

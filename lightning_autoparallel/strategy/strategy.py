@@ -39,6 +39,7 @@ from lightning_autoparallel.config import EngineConfig, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
+from lightning_autoparallel.passes import check_disabled, joint_passes
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
@@ -64,9 +65,11 @@ class AutoParallelStrategy(ParallelStrategy):
         timeout: of collectives.
         batch_dims: for leaves whose dim 0 is wrongly taken (or not taken) for the batch: globs over leaf paths to 0
             or null.
+        disabled_passes: graph passes to leave out, by name.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
+        PassError: ``disabled_passes`` names no pass.
     """
 
     strategy_name = "autoparallel"
@@ -82,6 +85,7 @@ class AutoParallelStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         batch_dims: dict[str, int | None] | None = None,
+        disabled_passes: list[str] | None = None,
     ) -> None:
         super().__init__()
         self.spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
@@ -91,7 +95,9 @@ class AutoParallelStrategy(ParallelStrategy):
             compile=compile,
             max_captures=max_captures,
             dump_dir=dump_dir,
+            disabled_passes=tuple(disabled_passes or ()),
         )
+        check_disabled(self.config.disabled_passes, joint_passes())
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
