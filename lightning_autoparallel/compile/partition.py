@@ -10,21 +10,6 @@ from torch import fx
 from lightning_autoparallel.contracts import PartitionedGraph, ShardedGraph
 from lightning_autoparallel.fx import nodes as fxn
 
-aten = torch.ops.aten
-
-# Recomputing these costs nothing and saves no second name for the same memory.
-_FREE_VIEWS = {
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-}
-
 
 def partition_graph(sharded: ShardedGraph, reshard_after_forward: bool = True) -> PartitionedGraph:
     """Split ``sharded`` in two; without a backward the forward is the whole graph.
@@ -79,7 +64,7 @@ class _Partition:
         self._saved: dict[fx.Node, None] = {}
 
     def _choose_recomputed(self, reshard_after_forward: bool) -> set[fx.Node]:
-        chosen = {node for node in self._forward if node.target in _FREE_VIEWS}
+        chosen = {node for node in self._forward if fxn.is_view_of_all(node)}
         chosen |= {node for node in self._forward if self._inside_region(node)}
         if reshard_after_forward:
             chosen |= self._after_parameter_gather()

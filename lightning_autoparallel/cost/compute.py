@@ -5,30 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_autoparallel.cost.hardware import HardwareSpec
-
-aten = torch.ops.aten
-
-_VIEWS = {
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-}
+from lightning_autoparallel.fx.nodes import VIEWS
 
 
 def operator_time_us(
@@ -45,7 +26,7 @@ def operator_time_us(
     ``args`` and ``result`` are global fake tensors, ``share`` the part of the FLOPs that this rank does,
     ``local_bytes`` what it reads and writes.
     """
-    if op in _VIEWS:
+    if op in VIEWS:
         return 0.0
     flops = operator_flops(op, args, kwargs, result)
     return max(flops * share / (hardware.matmul_tflops * 1e6), local_bytes / (hardware.memory_gb_per_s * 1e3))

@@ -42,6 +42,32 @@ _RANDOM_OPS = _RANDOM_FACTORIES | {
 }
 
 
+# Views that show all of their input: computing one again costs nothing and keeps no more memory alive.
+_VIEWS_OF_ALL = {
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+}
+VIEWS = _VIEWS_OF_ALL | {
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
+
+
+def is_view_of_all(node: fx.Node) -> bool:
+    """Whether the node shows all of its input in another shape or order, without computing."""
+    return node.target in _VIEWS_OF_ALL
+
+
 def collective_kind(node: fx.Node) -> str | None:
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, or None."""
     return _KINDS.get(node.target)  # type: ignore[call-overload]

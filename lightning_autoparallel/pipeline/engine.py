@@ -46,11 +46,15 @@ class StepCall:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one real step gave: its result, and the tensors that its recorded effects replay with."""
+    """What one real step gave: its result, and the tensors that its recorded effects replay with.
+
+    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows.
+    """
 
     output: Any
     effects: StepEffects
     effect_tensors: tuple[Tensor, ...]
+    effect_whole: tuple[bool, ...]
     step: CompiledStep
 
 
@@ -143,6 +147,7 @@ class StepEngine:
             output=tree_unflatten(leaves, captured.output_spec),
             effects=variant.effects,
             effect_tensors=tuple(effects),
+            effect_whole=_whole_effects(variant.step),
             step=variant.step,
         )
 
@@ -271,6 +276,12 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
+    sharded = step.partitioned.sharded
+    pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
+    return tuple(all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log")
 
 
 def _digest(tensor: Tensor) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -18,7 +17,8 @@ from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.torch_compat.tree import tree_map
+from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
+from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 Notice = Callable[[str], None]
 ALREADY_GLOBAL = "already the value of the global batch"  # as a group: ``reduce`` over it does nothing
@@ -53,13 +53,20 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     metric_value: int | None = None
+    updates: nn.Module | None = None
+    line: str = "?"
+
+    def slots(self) -> list[int]:
+        """The tensors that it takes."""
+        leaves, _ = tree_flatten((self.args, dict(self.kwargs)))
+        return [leaf.index for leaf in leaves if isinstance(leaf, _TensorSlot)]
 
 
 class LightningEffects:
     """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them."""
 
-    def __init__(self, module: LightningModule, watcher: Watcher, notice: Notice) -> None:
-        self._module, self._watcher, self._notice = module, watcher, notice
+    def __init__(self, module: LightningModule, watcher: Watcher, notice: Notice, scopes: MetricScopes) -> None:
+        self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -75,12 +82,12 @@ class LightningEffects:
         with contextlib.ExitStack() as stack:
             for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches()):
                 stack.enter_context(patch)
-            for metric in _outermost_metrics(self._module):
+            for metric in outermost_metrics(self._module):
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
             yield
 
-    def replay(self, values: Sequence[Tensor], counters: Mapping[str, int]) -> None:
-        """Make the recorded calls with the ``values`` of a real step."""
+    def replay(self, values: Sequence[Tensor], whole: Sequence[bool], counters: Mapping[str, int]) -> None:
+        """Make the recorded calls with the ``values`` of a real step; ``whole`` ones are equal on all ranks."""
         results: dict[int, Any] = {}
 
         def resolve(leaf: Any) -> Any:
@@ -91,11 +98,24 @@ class LightningEffects:
             return leaf._evaluate(counters) if isinstance(leaf, Watched) else leaf
 
         for call in self._calls:
-            result = call.function(*tree_map(resolve, call.args), **tree_map(resolve, dict(call.kwargs)))
+            with self._around(call, whole):
+                result = call.function(*tree_map(resolve, call.args), **tree_map(resolve, dict(call.kwargs)))
             if call.metric_value is not None:
                 results[call.metric_value] = result
 
-    def _record(self, function: Callable[..., Any], args: Any, kwargs: Any, returns_value: bool = False) -> Any:
+    def _around(self, call: _Call, whole: Sequence[bool]) -> contextlib.AbstractContextManager[None]:
+        if call.updates is None:
+            return contextlib.nullcontext()
+        return self._scopes.updating(call.updates, all(whole[slot] for slot in call.slots()), call.line)
+
+    def _record(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        returns_value: bool = False,
+        updates: nn.Module | None = None,
+    ) -> Any:
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
@@ -104,7 +124,14 @@ class LightningEffects:
 
         index = self._metric_values if returns_value else None
         self._calls.append(
-            _Call(function=function, args=tree_map(slot, args), kwargs=tree_map(slot, kwargs), metric_value=index)
+            _Call(
+                function=function,
+                args=tree_map(slot, args),
+                kwargs=tree_map(slot, kwargs),
+                metric_value=index,
+                updates=updates,
+                line=user_line(),
+            )
         )
         if not returns_value:
             return None
@@ -167,24 +194,23 @@ class LightningEffects:
         ]
 
     def _metric_recorders(self, metric: nn.Module) -> dict[str, Callable[..., Any]]:
-        update: Callable[..., Any] = metric.update  # type: ignore[assignment]
-        forward: Callable[..., Any] = metric.forward
+        real: dict[str, Callable[..., Any]] = {
+            name: getattr(metric, name) for name in ("update", "forward", "compute", "reset")
+        }
 
-        def record_update(*args: Any, **kwargs: Any) -> None:
-            self._record(update, args, kwargs)
+        def update(*args: Any, **kwargs: Any) -> None:
+            self._record(real["update"], args, kwargs, updates=metric)
 
-        def record_forward(*args: Any, **kwargs: Any) -> Any:
-            return self._record(forward, args, kwargs, returns_value=True)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._record(real["forward"], args, kwargs, returns_value=True, updates=metric)
 
-        return {"update": record_update, "forward": record_forward}
+        def compute() -> Any:
+            return self._record(real["compute"], (), {}, returns_value=True)
 
+        def reset() -> None:
+            self._record(real["reset"], (), {})
 
-def _outermost_metrics(module: nn.Module) -> list[nn.Module]:
-    """Metrics and collections of metrics that the step can call; a collection calls its members itself."""
-    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
-    found = [submodule for submodule in module.modules() if isinstance(submodule, kinds)]
-    inside = {id(member) for metric in found for member in metric.modules() if member is not metric}
-    return [metric for metric in found if id(metric) not in inside]
+        return {"update": update, "forward": forward, "compute": compute, "reset": reset}
 
 
 class _CaptureOnlyLogger:

@@ -15,6 +15,7 @@ from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline import StepCall, StepEngine
+from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.torch_compat.collectives import launched_collectives
 
@@ -28,6 +29,7 @@ class LightningSteps:
         self._module, self._trainer, self._engine = module, trainer, engine
         self._groups = engine.context.mesh.axes_by_group()
         self._noticed: set[str] = set()
+        self._scopes = MetricScopes()
         self.measured_launches: dict[str, int] = {}
 
     def prepare(self, name: str, batch: Any) -> PlanReport:
@@ -46,7 +48,7 @@ class LightningSteps:
         result = self._engine.execute(call, batch, counters, around)
         effects = result.effects
         assert isinstance(effects, LightningEffects)
-        effects.replay(result.effect_tensors, counters)
+        effects.replay(result.effect_tensors, result.effect_whole, counters)
         return result.output
 
     @contextlib.contextmanager
@@ -89,7 +91,7 @@ class LightningSteps:
         return StepCall(
             name=name if not dataloader_index else f"{name}.{dataloader_index}",
             run=run,
-            effects=lambda watcher: LightningEffects(self._module, watcher, self._notice),
+            effects=lambda watcher: LightningEffects(self._module, watcher, self._notice, self._scopes),
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
         )

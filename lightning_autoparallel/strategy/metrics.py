@@ -1,0 +1,53 @@
+"""torchmetrics inside a step: their values are those of one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torchmetrics
+from torch import nn
+
+from lightning_autoparallel.errors import CaptureError
+
+
+class MetricScopes:
+    """What the state of each metric covers, told from its updates.
+
+    Updated with this rank's rows, it covers a part, which torchmetrics joins over the ranks when it computes. Updated with
+    values of the whole batch (the loss), it covers everything on every rank: joining would count it once per rank.
+    """
+
+    def __init__(self) -> None:
+        self._covers_all: dict[int, bool] = {}
+
+    @contextlib.contextmanager
+    def updating(self, metric: nn.Module, covers_all: bool, line: str) -> Iterator[None]:
+        """Around an update or forward of ``metric`` at a real step.
+
+        Raises:
+            CaptureError: the metric was updated in the other way before.
+        """
+        if self._covers_all.setdefault(id(metric), covers_all) != covers_all:
+            raise CaptureError(
+                f"{line} updates a {type(metric).__name__} with rows of the batch at one time and with values of the whole "
+                "batch at another: they are counted differently over the ranks; use a metric for each"
+            )
+        members = [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
+        with contextlib.ExitStack() as stack:
+            for member in members:
+                if covers_all:
+                    member.sync_on_compute = member._to_sync = False
+                else:
+                    # forward returns the value of the whole batch, not of this rank's rows
+                    stack.enter_context(mock.patch.object(member, "dist_sync_on_step", True))
+            yield
+
+
+def outermost_metrics(module: nn.Module) -> list[nn.Module]:
+    """Metrics and collections of metrics that the step can call; a collection calls its members itself."""
+    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    found = [submodule for submodule in module.modules() if isinstance(submodule, kinds)]
+    inside = {id(member) for metric in found for member in metric.modules() if member is not metric}
+    return [metric for metric in found if id(metric) not in inside]
