@@ -15,8 +15,8 @@ from lightning_autoparallel.errors import CaptureError
 class MetricScopes:
     """What the state of each metric covers, told from its updates.
 
-    Updated with this rank's rows, it covers a part, which torchmetrics joins over the ranks when it computes. Updated with
-    values of the whole batch (the loss), it covers everything on every rank: joining would count it once per rank.
+    Updated with this rank's rows, it covers a part, which torchmetrics joins over the ranks when it computes. Updated
+    with values of the whole batch (the loss), it covers everything on every rank: joining would count it once per rank.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class MetricScopes:
         """
         if self._covers_all.setdefault(id(metric), covers_all) != covers_all:
             raise CaptureError(
-                f"{line} updates a {type(metric).__name__} with rows of the batch at one time and with values of the whole "
-                "batch at another: they are counted differently over the ranks; use a metric for each"
+                f"{line} updates a {type(metric).__name__} with rows of the batch at one time and with values of the "
+                "whole batch at another: they are counted differently over the ranks; use a metric for each"
             )
         members = [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
         with contextlib.ExitStack() as stack:

@@ -38,11 +38,16 @@ class _MetricValue:
     index: int
     line: str
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, *_: Any) -> Any:
         raise CaptureError(
             f"{self.line} computes with the value of a torchmetrics metric: it is known at real steps only; log it, or "
             "compute the value from the step's tensors"
         )
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "neg", "float", "bool", "int", "lt", "le", "gt", "ge", "getitem"):
+    setattr(_MetricValue, f"__{_name}__", _MetricValue.__getattr__)
+    setattr(_MetricValue, f"__r{_name}__", _MetricValue.__getattr__)
 
 
 @dataclass(frozen=True, kw_only=True)
