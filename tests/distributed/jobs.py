@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ class Net(LightningModule):
     epochs = 1
     steps = 4
     rows = 8
-    strategy: Mapping[str, Any] = {}
-    trainer_options: Mapping[str, Any] = {}
+    strategy: ClassVar[Mapping[str, Any]] = {}
+    trainer_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()

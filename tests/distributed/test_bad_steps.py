@@ -1,0 +1,195 @@
+"""Steps that cannot be captured are refused on every rank before anything has run, with the user's line."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.jobs import MESH, Net, failure
+from tests.worlds import Worlds
+
+FILE = Path(__file__).name
+SECONDS = 120  # generous: a hang would last until the collectives' timeout, 30 minutes
+
+
+def line_of(kind: type, text: str) -> str:
+    """`file:line` of the line of `kind` that ends with the comment `text`."""
+    lines, start = inspect.getsourcelines(kind)
+    return f"{FILE}:{next(start + i for i, line in enumerate(lines) if line.rstrip().endswith(f'# {text}'))}"
+
+
+class ReadsItem(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.last = loss.item()  # here
+        return loss
+
+
+class BranchesOnTensor(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if loss > 1:  # here
+            loss = loss * 2
+        return loss
+
+
+class SelectsByValue(Net):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss((x[y > 0], y[y > 0]))  # here
+
+
+class AddsBatchIndex(Net):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * batch_idx  # here
+
+
+class NamesByBatchIndex(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log(f"loss_{batch_idx}", loss)  # here
+        return loss
+
+
+class ReturnsNothing(Net):
+    def training_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+class ReturnsRows(Net):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+CASES = [
+    (ReadsItem, "reads a tensor's value (.item()); use torch.where or log the tensor"),
+    (BranchesOnTensor, "reads a tensor's value (if loss > 1:  # here); use torch.where or log the tensor"),
+    (SelectsByValue, "makes a shape that depends on a tensor's values"),
+    (
+        AddsBatchIndex,
+        "computes with batch_idx and a tensor: the graph would keep the value of one step; put the number",
+    ),
+    (NamesByBatchIndex, "writes a step's number into the name 'loss_0' of a logged value"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_line_and_the_remedy(kind, message, worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, kind):
+        assert text.startswith(f"CaptureError: {line_of(kind, 'here')} {message}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ReturnsNothing, "training_step returned NoneType, not a loss: return a tensor, or a dict with 'loss'"),
+        (ReturnsRows, "training_step returned a loss of shape (8, 3): reduce it to one number, e.g. .mean()"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_no_loss(kind, message, worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, kind):
+        assert message in text
+
+
+class DependsOnRank(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if dist.get_rank() == 1:
+            loss = loss * 2  # here
+        return loss
+
+
+class DependsOnRankLater(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if batch_idx == 2 and dist.get_rank() == 1:
+            loss = loss * 2
+        return loss
+
+
+class FailsOnOneRank(Net):
+    def training_step(self, batch, batch_idx):
+        if dist.get_rank() == 1:
+            raise KeyError("only here")
+        return self.loss(batch)
+
+
+class ReadsItemOnOneRank(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if dist.get_rank() == 1:
+            loss.item()  # here
+        return loss
+
+
+class FreezesOnOneRank(Net):
+    def on_train_start(self):
+        self.net[0].weight.requires_grad_(dist.get_rank() == 0)
+
+
+def test_ranks_that_compute_different_things(worlds: Worlds) -> None:
+    for text, seconds in worlds(2).run(failure, DependsOnRank, timeout_s=SECONDS):
+        assert text.startswith("CaptureError: rank 1's graph differs at node mul")
+        assert f"({line_of(DependsOnRank, 'here')}) from rank 0's: every rank must run the same step" in text
+        assert seconds < SECONDS
+
+
+def test_ranks_that_branch_differently_at_a_later_step(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, DependsOnRankLater, timeout_s=SECONDS):
+        assert "ranks took different branches of the step" in text or "rank 1's graph differs at node" in text
+
+
+def test_ranks_that_freeze_different_parameters(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, FreezesOnOneRank, timeout_s=SECONDS):
+        assert (
+            "ranks took different branches of the step, or froze different parameters: they must decide alike" in text
+        )
+
+
+def test_an_error_of_one_rank_stops_all(worlds: Worlds) -> None:
+    first, second = worlds(2).run(failure, FailsOnOneRank, timeout_s=SECONDS)
+    assert first[0] == "CaptureError: rank 1 stopped: KeyError: 'only here'"
+    assert second[0] == "CaptureError: this rank alone stopped: KeyError: 'only here'"
+
+
+def test_a_read_value_of_one_rank_stops_all(worlds: Worlds) -> None:
+    first, second = worlds(2).run(failure, ReadsItemOnOneRank, timeout_s=SECONDS)
+    message = f"{line_of(ReadsItemOnOneRank, 'here')} reads a tensor's value (.item())"
+    assert f"rank 1 stopped: {message}" in first[0]
+    assert message in second[0]
+
+
+class RankLaterFails(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and dist.get_rank() == 1:
+            raise KeyError("at the third step")
+        return self.loss(batch)
+
+
+def test_an_error_of_one_rank_at_a_later_capture_stops_all(worlds: Worlds) -> None:
+    first, second = worlds(2).run(failure, RankLaterFails, timeout_s=SECONDS)
+    assert "KeyError: 'at the third step'" in first[0]
+    assert "KeyError: 'at the third step'" in second[0]
+
+
+class DecidesByBatchIndex(Net):
+    steps = 10
+    strategy: ClassVar = {"max_captures": 3}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss * torch.ones(int(batch_idx) + 1).mean()  # here
+
+
+def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, DecidesByBatchIndex, MESH):
+        expected = (
+            f"{line_of(DecidesByBatchIndex, 'here')} decides by `int(batch_idx)` differently at nearly every step: 3"
+        )
+        assert text.startswith(f"CaptureError: {expected} variants of training_step were captured")
