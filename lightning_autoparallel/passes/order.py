@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
+from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
+from lightning_autoparallel.passes.sink_waits import sink_waits
 
 
 def joint_passes() -> tuple[GraphPass, ...]:
     """The passes over the joint graph, before it is partitioned."""
     return (GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),)
+
+
+def split_passes() -> tuple[GraphPass, ...]:
+    """The passes over the forward and the backward graph each; an inference graph is a forward."""
+    return (
+        GraphPass(name="prefetch_gathers", run=prefetch_gathers),
+        GraphPass(name="sink_waits", run=sink_waits),
+    )
+
+
+def all_passes() -> tuple[GraphPass, ...]:
+    """Every pass, by which names are checked."""
+    return (*joint_passes(), *split_passes())

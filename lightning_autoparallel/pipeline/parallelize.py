@@ -17,6 +17,7 @@ from lightning_autoparallel.config import EngineConfig, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
+from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
@@ -90,6 +91,7 @@ def parallelize(
         dump_dir=dump_dir,
         disabled_passes=tuple(disabled_passes),
     )
+    check_disabled(config.disabled_passes, all_passes())
     if compile:
         check_compiler(target.type)
     built = mesh if isinstance(mesh, ParallelMesh) else build_mesh(MeshSpec.from_mapping(mesh), target.type)

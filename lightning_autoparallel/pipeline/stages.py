@@ -20,12 +20,13 @@ from lightning_autoparallel.contracts import (
     PartitionedGraph,
     PassReport,
     PlanReport,
+    ShardedGraph,
     ShardingPlan,
 )
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
-from lightning_autoparallel.passes import joint_passes, run_passes
+from lightning_autoparallel.passes import joint_passes, run_passes, split_passes
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.plan import fingerprint_lines, first_difference, make_plan
 
@@ -57,15 +58,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
         sharded = lower_graph(captured, plan)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     with clock("passes"):
-        passes = run_passes(
-            sharded.graph_module,
-            request.name,
-            joint_passes(),
-            context.mesh.axes_by_group(),
-            artifacts,
-            disabled=context.config.disabled_passes,
-        )
-        partitioned = partition_graph(sharded, context.config.reshard_after_forward)
+        partitioned, passes = _rewritten(sharded, context, artifacts)
     report = _report(partitioned, plan, passes, timings, context.mesh)
     _dump(artifacts, captured, partitioned, report)
     with clock("compile"):
@@ -79,6 +72,25 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
         report=report,
         has_random_ops=any(fxn.is_random(node) for node in captured.graph_module.graph.nodes),
     )
+
+
+def _rewritten(
+    sharded: ShardedGraph, context: StageContext, artifacts: ArtifactWriter
+) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
+    """Passes over the joint graph, the partition, passes over what it made."""
+    config, groups = context.config, context.mesh.axes_by_group()
+    reports = run_passes(
+        sharded.graph_module, sharded.name, joint_passes(), groups, artifacts, disabled=config.disabled_passes
+    )
+    partitioned = partition_graph(sharded, config.reshard_after_forward)
+    halves = {"forward": partitioned.forward, "backward": partitioned.backward}
+    for half, graph_module in halves.items():
+        if graph_module is not None:
+            name = f"{sharded.name}.{half}" if partitioned.backward is not None else f"{sharded.name}.inference"
+            reports += run_passes(
+                graph_module, name, split_passes(), groups, artifacts, disabled=config.disabled_passes
+            )
+    return partitioned, reports
 
 
 Clock = Callable[[str], contextlib.AbstractContextManager[None]]

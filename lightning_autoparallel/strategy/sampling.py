@@ -16,15 +16,27 @@ from lightning_autoparallel.torch_compat.tree import tree_map
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _random_state_kept(loaders: list[Any]) -> Iterator[None]:
     """Starting a DataLoader draws its workers' seed and a shuffle: training must not see that."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    generators = [generator for loader in loaders for generator in _generators(loader)]
+    states = [generator.get_state() for generator in generators]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from."""
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    owners = [loader, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def _is_consumed_by_reading(source: Any) -> bool:
@@ -47,7 +59,7 @@ def sample_training_batch(trainer: Trainer) -> tuple[bool, Any]:
     if any(_is_consumed_by_reading(loader) for loader in leaves):
         return False, None
     try:
-        with _random_state_kept():
+        with _random_state_kept(leaves):
             batch = tree_map(lambda loader: next(iter(loader)), loaders)
     except StopIteration:
         return False, None

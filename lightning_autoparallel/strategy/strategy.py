@@ -39,7 +39,7 @@ from lightning_autoparallel.config import EngineConfig, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
-from lightning_autoparallel.passes import check_disabled, joint_passes
+from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
@@ -97,7 +97,7 @@ class AutoParallelStrategy(ParallelStrategy):
             dump_dir=dump_dir,
             disabled_passes=tuple(disabled_passes or ()),
         )
-        check_disabled(self.config.disabled_passes, joint_passes())
+        check_disabled(self.config.disabled_passes, all_passes())
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
