@@ -9,7 +9,7 @@ from torch import fx
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.contracts import CollectiveCount
 from lightning_autoparallel.errors import PassError
-from lightning_autoparallel.passes import GraphPass, check_disabled, run_passes
+from lightning_autoparallel.passes import GraphPass, all_passes, check_disabled, run_passes
 from lightning_autoparallel.torch_compat import collectives
 
 NOWHERE = ArtifactWriter(None)
@@ -93,5 +93,5 @@ def test_graphs_are_dumped_around_each_pass(tmp_path):
 
 
 def test_names_of_the_passes_differ():
-    names = [graph_pass.name for graph_pass in joint_passes()]
+    names = [graph_pass.name for graph_pass in all_passes()]
     assert len(set(names)) == len(names) > 0
