@@ -286,9 +286,7 @@ def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
 
 def _digest(tensor: Tensor) -> str:
     return (
-        hashlib.blake2b(
-            tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8
-        ).hexdigest()
+        hashlib.blake2b(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
         if tensor.numel()
         else ""
     )
