@@ -116,8 +116,7 @@ def test_training_and_validation_equal_one_device(kind, plan, worlds: Worlds) ->
 
 
 def train_planned(kind: type[Net], plan: str) -> Any:
-    kind.strategy = {"plan": plan}
-    return train(kind, MESH)
+    return train(type(kind.__name__, (kind,), {"strategy": {"plan": plan}}), MESH)
 
 
 def evaluate(mesh: dict[str, int] | None, fit_first: bool) -> dict[str, Any]:
