@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.errors import CheckpointError
 
 _TRAINER_STATE = "meta.pt"
-_DRAWS = "autoparallel_draws"
+_RANDOM_STATE = "autoparallel_random_state"
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -36,10 +36,12 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer
     return get_optimizer_state_dict(module, plain, options=StateDictOptions(cpu_offload=True))
 
 
-def save_sharded_checkpoint(checkpoint: dict[str, Any], path: Path, draws: int, is_first: bool) -> None:
+def save_sharded_checkpoint(
+    checkpoint: dict[str, Any], path: Path, random_state: Mapping[str, int], is_first: bool
+) -> None:
     """Write Lightning's ``checkpoint`` as a folder at ``path``; every rank calls it, ``is_first`` on rank 0.
 
-    ``draws`` counts the steps that drew random numbers, so that a resumed run goes on with new ones.
+    ``random_state`` is the engine's seed and count of steps that drew: a resumed run goes on with new draws.
     """
     if path.is_file():
         raise CheckpointError(f"{path} is a file: a sharded checkpoint is a folder; remove it or choose another name")
@@ -49,13 +51,13 @@ def save_sharded_checkpoint(checkpoint: dict[str, Any], path: Path, draws: int, 
         tensors[f"optimizer_{index}"] = state
     dcp.save(tensors, checkpoint_id=path)
     if is_first:
-        torch.save({**checkpoint, _DRAWS: draws}, path / _TRAINER_STATE)
+        torch.save({**checkpoint, _RANDOM_STATE: dict(random_state)}, path / _TRAINER_STATE)
 
 
 def load_sharded_checkpoint(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
-) -> tuple[dict[str, Any], int]:
-    """Load a folder written by ``save_sharded_checkpoint``; the Trainer's state and the count of draws.
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Load a folder written by ``save_sharded_checkpoint``; the Trainer's state and the random state.
 
     Raises:
         CheckpointError: ``path`` is no sharded checkpoint.
@@ -74,4 +76,4 @@ def load_sharded_checkpoint(
     set_model_state_dict(module, states["state_dict"], options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, states[f"optimizer_{index}"])
-    return trainer_state, int(trainer_state.pop(_DRAWS, 0))
+    return trainer_state, trainer_state.pop(_RANDOM_STATE, {})

@@ -84,6 +84,15 @@ class StepEngine:
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def random_state(self) -> dict[str, int]:
+        """What the next random draws follow from: kept in checkpoints, so that a resumed run draws on."""
+        return {"seed": self.seed, "draws": self.draws}
+
+    @random_state.setter
+    def random_state(self, state: Mapping[str, int]) -> None:
+        self.seed, self.draws = state.get("seed", self.seed), state.get("draws", self.draws)
+
     def shard_parameters(self) -> None:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
 

@@ -106,7 +106,6 @@ class AutoParallelStrategy(ParallelStrategy):
         self._control: ControlGroup | None = None
         self._engine: StepEngine | None = None
         self._steps: LightningSteps | None = None
-        self._restored_draws = 0
 
     # -- what the launch looks like ----------------------------------------------------------------------------------
 
@@ -368,13 +367,18 @@ class AutoParallelStrategy(ParallelStrategy):
             raise ConfigError(
                 "storage_options are not supported: sharded checkpoints are written by torch, not by Lightning"
             )
-        draws = self._engine.draws if self._engine is not None else 0
-        save_sharded_checkpoint(checkpoint, Path(self.broadcast(filepath)), draws=draws, is_first=self.is_global_zero)
+        assert self._engine is not None
+        save_sharded_checkpoint(
+            checkpoint,
+            Path(self.broadcast(filepath)),
+            random_state=self._engine.random_state,
+            is_first=self.is_global_zero,
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a sharded checkpoint into the sharded model and its optimizers."""
         assert self.lightning_module is not None
-        checkpoint, draws = load_sharded_checkpoint(
+        checkpoint, random_state = load_sharded_checkpoint(
             Path(self.broadcast(checkpoint_path)),
             self.lightning_module,
             self.optimizers,
@@ -382,7 +386,7 @@ class AutoParallelStrategy(ParallelStrategy):
             weights_only=weights_only,
         )
         if self._engine is not None:
-            self._engine.draws = draws
+            self._engine.random_state = random_state
         return checkpoint
 
 
