@@ -141,7 +141,7 @@ class _Lowering:
                 return self.emitter.view(args[0], shape, name=node.name)
             args = (*args[:position], shape, *args[position + 1 :])
         lowered = self.emitter.call(node.target, *args, name=node.name, **kwargs)
-        if fxn.is_random(node):
+        if fxn.is_random(node) and isinstance(node.meta["val"], Tensor):
             lowered = self._agreed(lowered, placed)
         return lowered
 

@@ -42,6 +42,14 @@ _RANDOM_OPS = _RANDOM_FACTORIES | {
 }
 
 
+# Fused attention draws a mask when its dropout is not 0.
+_DROPOUT_ARGUMENT = {
+    aten._scaled_dot_product_flash_attention.default: 3,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    aten._scaled_dot_product_efficient_attention.default: 5,
+    aten._scaled_dot_product_cudnn_attention.default: 5,
+}
+
 # Views that show all of their input: computing one again costs nothing and keeps no more memory alive.
 _VIEWS_OF_ALL = {
     aten.view.default,
@@ -85,6 +93,9 @@ def group_of(node: fx.Node) -> str:
 
 def is_random(node: fx.Node) -> bool:
     """Whether running the node twice gives two results."""
+    position = _DROPOUT_ARGUMENT.get(node.target)  # type: ignore[call-overload]
+    if position is not None and len(node.args) > position and node.args[position]:
+        return True
     return node.target in _RANDOM_OPS
 
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepIdentity:
+    """What a rank is about to run; all ranks must be about to run the same."""
+
+    name: str
+    batch: str
+    values: Mapping[str, str]  # digests of replicated leaves, by path
+    variant: int
+    module_state: str
 
 
 class ControlGroup:
@@ -54,6 +67,34 @@ class ControlGroup:
         if None in messages and not isinstance(error, AutoParallelError):
             raise CaptureError(f"this rank alone stopped: {_message(error)}") from error
         raise error
+
+
+def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
+    """Compare what ranks are about to run, before any of them starts a collective.
+
+    Raises:
+        ConfigError: they hold batches of different shapes, or different values of a replicated leaf.
+        CaptureError: they took different branches, or froze different parameters.
+    """
+    if control.agrees(repr(mine)):
+        return
+    everyone: list[StepIdentity] = control.gather(mine)
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if (theirs.name, theirs.batch) != (first.name, first.batch):
+            raise ConfigError(
+                f"ranks hold different batches: rank 0 has {first.name} on {first.batch}, rank {rank} has "
+                f"{theirs.name} on {theirs.batch}; give every rank the same number of rows (drop_last=True)"
+            )
+    for rank, theirs in enumerate(everyone):
+        for path in [path for path, digest in first.values.items() if theirs.values.get(path) != digest]:
+            raise ConfigError(
+                f"batch leaf '{path}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, "
+                f"so it is replicated; give all ranks the same values, or set batch_dims={{'{path}': 0}}"
+            )
+    raise CaptureError(
+        "ranks took different branches of the step, or froze different parameters: they must decide alike"
+    )
 
 
 def _message(error: Exception) -> str:

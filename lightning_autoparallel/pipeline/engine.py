@@ -25,7 +25,8 @@ from lightning_autoparallel.capture import (
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import CaptureError, ConfigError
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_step
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import parameter_storage, plan_axes
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
@@ -168,10 +169,11 @@ class StepEngine:
         counters: Mapping[str, int],
     ) -> _Variant:
         layout = describe_batch(leaves, self.batch_dims)
-        key = (call.name, layout, self._module_state())
+        state = self._module_state()
+        key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
         index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
-        self._check_agreement(call, layout, leaves, index)
+        self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
@@ -184,29 +186,13 @@ class StepEngine:
         )
 
     def _check_agreement(
-        self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], index: int
+        self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
     ) -> None:
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
-        mine = (call.name, str(layout), values, index)
-        if self.context.control.agrees(repr((mine, self._module_state()))):
-            return
-        everyone = self.context.control.gather(mine)
-        rank = next((i for i, theirs in enumerate(everyone) if theirs[:2] != everyone[0][:2]), None)
-        if rank is not None:
-            raise ConfigError(
-                f"ranks hold different batches: rank 0 has {everyone[0][0]} on {everyone[0][1]}, rank {rank} has "
-                f"{everyone[rank][0]} on {everyone[rank][1]}; give every rank the same number of rows (drop_last=True)"
-            )
-        rank = next((i for i, theirs in enumerate(everyone) if theirs[2] != everyone[0][2]), None)
-        if rank is not None:
-            paths = [path for path, digest in everyone[0][2].items() if everyone[rank][2].get(path) != digest]
-            raise ConfigError(
-                f"batch leaf '{paths[0]}' has other values on rank {rank} than on rank 0, but its dim 0 is not the "
-                f"batch, so it is replicated; give all ranks the same values, or set batch_dims={{'{paths[0]}': 0}}"
-            )
-        raise CaptureError(
-            "ranks took different branches of the step, or froze different parameters: they must decide alike"
+        check_same_step(
+            self.context.control,
+            StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
         )
 
     def _capture(

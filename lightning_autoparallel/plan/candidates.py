@@ -77,7 +77,11 @@ class CandidateTable:
         except Exception as error:
             self._tell(node, f"has a sharding rule that fails ({type(error).__name__}: {error})")
             return []
-        return _with_strides([_without_nones(row, call) for row in rows], split_factors=call.split_factors)
+        plain = [_without_nones(row, call) for row in rows]
+        can_be_sharded = any(out is not None and out.dim() for out in call.outputs)
+        if can_be_sharded and not any(_matches(row, call) for row in plain):
+            self._tell(node, "has a sharding rule that does not fit the call")
+        return _with_strides(plain, split_factors=call.split_factors)
 
     def _tell(self, node: fx.Node, reason: str) -> None:
         if node.target not in self._warned:
@@ -89,13 +93,7 @@ class CandidateTable:
             )
 
     def _fits(self, row: Row, call: OpCall) -> bool:
-        outputs, inputs = row
-        if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
-            return False
-        pairs = [*zip(outputs, call.outputs, strict=True), *zip(inputs, call.inputs, strict=True)]
-        if any((placement is None) != (tensor is None) for placement, tensor in pairs):
-            return False
-        return all(self._divides(placement, tensor) for placement, tensor in pairs)
+        return _matches(row, call) and all(self._divides(placement, tensor) for placement, tensor in _pairs(row, call))
 
     def _divides(self, placement: Placement | None, tensor: Tensor | None) -> bool:
         if placement is None or tensor is None:
@@ -149,10 +147,27 @@ def _key(node: fx.Node, split_factors: tuple[int, ...]) -> Any:
     return node.target, freeze(node.args), freeze(dict(node.kwargs)), split_factors
 
 
-def _without_nones(row: Row, call: OpCall) -> Row:
-    """Rules list absent optional inputs as None; absent outputs are told from the call."""
+def _pairs(row: Row, call: OpCall) -> list[tuple[Placement | None, Tensor | None]]:
     outputs, inputs = row
-    outputs = tuple(p if out is not None else None for p, out in zip(outputs, call.outputs, strict=False))
+    return [*zip(outputs, call.outputs, strict=True), *zip(inputs, call.inputs, strict=True)]
+
+
+def _matches(row: Row, call: OpCall) -> bool:
+    """Whether the row speaks of the call's tensors: as many, and none where there is none."""
+    outputs, inputs = row
+    if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
+        return False
+    return all((placement is None) == (tensor is None) for placement, tensor in _pairs(row, call))
+
+
+def _without_nones(row: Row, call: OpCall) -> Row:
+    """Rules list absent optional inputs as None; absent outputs are told from the call.
+
+    A result that a rule leaves out is bookkeeping of the rank (the random state of fused attention): it has no parts.
+    """
+    outputs, inputs = row
+    pairs = zip(outputs, call.outputs, strict=False)
+    outputs = tuple(None if out is None else placement or Replicate() for placement, out in pairs)
     return outputs, tuple(placement for placement in inputs if placement is not None)
 
 

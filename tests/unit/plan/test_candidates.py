@@ -7,8 +7,10 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.cost.hardware import GENERIC
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import candidates as module
 from lightning_autoparallel.plan.candidates import CandidateTable
+from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 from tests.placements import P, R, S
 from tests.simulate import node_of
 
@@ -108,3 +110,30 @@ def test_absent_results_have_no_placement(table):
     args = (torch.ones(4, 3, 8), torch.ones(4, 3, 8), torch.ones(3, 3, 1), [0], [1], [0], [1], False, [0], 1)
     found = rows(table().of(call(aten.convolution_backward.default, *args, [False, True, False]), (1,)))
     assert found == [((None, R, None), (R, R, R)), ((None, P, None), (S(0), S(0), R))]
+
+
+def _fused_attention() -> dict[str, fx.Node]:
+    """CUDA's fused attentions, forward; their shapes can be had without a GPU."""
+    q = torch.ones(2, 4, 8, 16, dtype=torch.bfloat16)
+    return {
+        "flash": call(aten._scaled_dot_product_flash_attention.default, q, q, q, 0.1, True),
+        "efficient": call(aten._scaled_dot_product_efficient_attention.default, q, q, q, None, True, 0.1, True),
+        "cudnn": call(aten._scaled_dot_product_cudnn_attention.default, q, q, q, None, True, 0.1, True),
+    }
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_fused_attention_is_sharded_by_batch_and_heads_though_its_random_state_is_not(table, kind: str):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        node = _fused_attention()[kind]
+    found = rows(table().of(node, (1,)))
+    assert table.warnings == []
+    for dim in (0, 1):
+        assert any(inputs[:3] == (S(dim),) * 3 and outputs[0] == S(dim) for outputs, inputs in found)
+    assert fxn.is_random(node)
+
+
+def test_a_rule_that_speaks_of_other_tensors_warns(table, monkeypatch):
+    monkeypatch.setattr(module, "rule_rows", lambda *_: [((S(0), S(0)), (S(0),))])
+    assert rows(table().of(call(aten.bmm.default, torch.ones(2, 4, 4), torch.ones(2, 4, 4)), (1,))) == [((R,), (R, R))]
+    assert len(table.warnings) == 1 and "does not fit the call" in table.warnings[0]
