@@ -120,7 +120,7 @@ def materialise_module(module: nn.Module, layouts: Mapping[str, ParameterLayout]
     Raises:
         ConfigError: a submodule has parameters or buffers on meta but no ``reset_parameters``.
     """
-    _share_random_state()
+    _share_random_state(device)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tied: dict[int, nn.Parameter] = {}
     for path, submodule in module.named_modules():
@@ -151,9 +151,12 @@ def _check_can_reset(path: str, submodule: nn.Module) -> None:
         )
 
 
-def _share_random_state() -> None:
+def _share_random_state(device: torch.device) -> None:
     if dist.get_backend() == "fake" or dist.get_world_size() == 1:
         return
-    state = [torch.get_rng_state()]
-    dist.broadcast_object_list(state, src=0)
-    torch.set_rng_state(state[0])
+    on_cuda = device.type == "cuda"
+    states = [torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None]
+    dist.broadcast_object_list(states, src=0)
+    torch.set_rng_state(states[0])
+    if on_cuda:
+        torch.cuda.set_rng_state(states[1], device)
