@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,7 +156,7 @@ def _share_random_state(device: torch.device) -> None:
     if dist.get_backend() == "fake" or dist.get_world_size() == 1:
         return
     on_cuda = device.type == "cuda"
-    states = [torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None]
+    states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None]
     dist.broadcast_object_list(states, src=0)
     torch.set_rng_state(states[0])
     if on_cuda:
