@@ -137,13 +137,13 @@ def make_trainer(strategy: AutoParallelStrategy | None, devices: int, **options:
         "enable_checkpointing": False,
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
+        "default_root_dir": tempfile.gettempdir(),
     }
     return Trainer(
         accelerator="cpu",
         devices=devices,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=tempfile.gettempdir(),
         **{**defaults, **chosen, **options},
     )
 
