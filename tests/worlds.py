@@ -132,12 +132,16 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 
 
 def _drop_groups() -> None:
-    """End the groups that a job made: each keeps threads that wake up many times a second."""
+    """End the groups that a job made: each keeps threads that wake up many times a second.
+
+    Together, after all ranks are done: a rank may still be receiving what another one has sent already.
+    """
     import gc
 
     import torch.distributed as dist
 
     gc.collect()
+    dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
