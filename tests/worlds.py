@@ -13,6 +13,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
+# Every job makes process groups of its own, whose gloo threads wake up many times a second for as long as the process
+# lives; destroying the groups while it lives on has crashed ranks at a later job. So worlds are replaced now and then.
+JOBS_PER_WORLD = 25
+
+
 class WorldError(AssertionError):
     """A rank failed, or did not answer in time; the message holds every rank's traceback."""
 
@@ -25,6 +30,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.jobs = 0
         context = get_context("spawn")
         port = _free_port()
         self._pipes: list[Connection] = []
@@ -43,6 +49,7 @@ class World:
         Raises:
             WorldError: a rank raised, died, or took longer than `timeout_s`; the world is then stopped.
         """
+        self.jobs += 1
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         answers: dict[int, Any] = {}
@@ -88,6 +95,8 @@ class Worlds:
 
     def __call__(self, size: int) -> World:
         world = self._by_size.get(size)
+        if world is not None and world.jobs >= JOBS_PER_WORLD:
+            world.stop()
         if world is None or not world.alive:
             world = self._by_size[size] = World(size)
         return world
@@ -128,20 +137,3 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
-        _drop_groups()
-
-
-def _drop_groups() -> None:
-    """End the groups that a job made: each keeps threads that wake up many times a second.
-
-    Together, after all ranks are done: a rank may still be receiving what another one has sent already.
-    """
-    import gc
-
-    import torch.distributed as dist
-
-    gc.collect()
-    dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
