@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
@@ -175,12 +174,3 @@ class CompiledStep:
     constants: tuple[Tensor, ...]
     report: PlanReport
     has_random_ops: bool = False
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the step's values live on."""
-        for node in self.partitioned.forward.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, Tensor):
-                return value.device
-        return torch.device("cpu")

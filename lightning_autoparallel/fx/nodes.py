@@ -99,11 +99,6 @@ def is_random(node: fx.Node) -> bool:
     return node.target in _RANDOM_OPS
 
 
-def is_random_factory(node: fx.Node) -> bool:
-    """Whether the node draws a tensor out of nothing but a shape."""
-    return node.target in _RANDOM_FACTORIES
-
-
 def is_getitem(node: fx.Node) -> bool:
     """Whether the node picks one result of a multi-output operator."""
     return node.target is operator.getitem
