@@ -63,8 +63,8 @@ def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
     """A candidate for every call and placeholder of the graph.
 
     Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best
-    for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. Every
-    change lowers the total, so it ends; the result is a local optimum.
+    for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. No
+    change raises the total, and ``max_sweeps`` bounds moves between equals; the result is a local optimum.
     """
     state = _State(problem)
     for producer, allowed in ((producer_of(node), allowed) for node, allowed in problem.sinks):
@@ -86,14 +86,14 @@ def _reduce_early(state: _State, calls: list[fx.Node]) -> bool:
     No single node can make this move: a consumer that keeps the sum partial could not read a reduced one.
     """
     position = {node: i for i, node in enumerate(calls)}
-    best, improved = _total_time_us(state, calls), False
+    best, improved = _total_time_us(state), False
     for node in calls:
         if len(state.consumers.get((node, 0), [])) < 2 or not _is_partial(state.choice[node].outputs[0]):
             continue
         before = dict(state.choice)
         _set_instead(state, node, state.candidates[node][0])
         _repair_consumers(state, node, position)
-        total = _total_time_us(state, calls)
+        total = _total_time_us(state)
         if total < best:
             best, improved = total, True
         else:
@@ -120,7 +120,7 @@ def _set_instead(state: _State, node: fx.Node, candidate: Candidate) -> None:
     _set(state, node, candidate)
 
 
-def _total_time_us(state: _State, calls: list[fx.Node]) -> float:
+def _total_time_us(state: _State) -> float:
     total = 0.0
     for node, candidate in state.choice.items():
         total += candidate.time_us
@@ -158,12 +158,11 @@ def _prepare(state: _State) -> list[fx.Node]:
             state.arguments[node] = arguments
             for position, producer in enumerate(arguments):
                 state.consumers.setdefault(producer, []).append((node, position))
+            state.candidates[node] = candidates
             if any(source in dependent for source, _ in arguments):
                 dependent.add(node)
-                state.candidates[node] = candidates
             else:
                 # What does not depend on the batch starts replicated, whatever slicing it would save.
-                state.candidates[node] = candidates
                 _set(state, node, candidates[0])
             calls.append(node)
     return calls

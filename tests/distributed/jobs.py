@@ -17,19 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel import AutoParallelStrategy
-from lightning_autoparallel.capture import flatten_batch
 from lightning_autoparallel.errors import AutoParallelError
-from tests.numerics.training import full
+from tests.numerics.training import full, local_rows
 
 MESH = {"dp_shard": 2}
-
-
-def local_rows(batch: Any, rank: int, shards: int) -> Any:
-    """One rank's rows of a global batch; what has no dim is alike on all ranks."""
-    leaves, rebuild = flatten_batch(batch)
-    return rebuild(
-        [leaf.chunk(shards)[rank] if isinstance(leaf, Tensor) and leaf.dim() else leaf for _, leaf in leaves]
-    )
 
 
 class Net(LightningModule):

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
-from tests.distributed.jobs import MESH, Net, assert_equals_one_device, local_rows, make_strategy, make_trainer, train
+from tests.distributed.jobs import MESH, Net, assert_equals_one_device, make_strategy, make_trainer, train
+from tests.numerics.training import local_rows
 from tests.worlds import Worlds
 
 

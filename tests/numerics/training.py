@@ -67,9 +67,11 @@ class _Recorder(Callback):
 
 
 def local_rows(batch: Any, rank: int, shards: int) -> Any:
-    """One rank's rows of a global batch."""
+    """One rank's rows of a global batch; what has no dim is alike on all ranks."""
     leaves, rebuild = flatten_batch(batch)
-    return rebuild([leaf.chunk(shards)[rank] if isinstance(leaf, Tensor) else leaf for _, leaf in leaves])
+    return rebuild(
+        [leaf.chunk(shards)[rank] if isinstance(leaf, Tensor) and leaf.dim() else leaf for _, leaf in leaves]
+    )
 
 
 def optimizer_of(module: LightningModule, name: str) -> torch.optim.Optimizer:
