@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from lightning_autoparallel.errors import ConfigError
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
-PLANS = ("ddp", "fsdp")
+PLANS = ("ddp", "fsdp", "hsdp")
+_PLACEMENT = re.compile(r"R|S\(-?\d+\)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,103 @@ def _check_axis(name: str, size: int) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRule:
+    """One rule on top of a base plan: parameters, or values at a module's edge, pinned on the axes it names.
+
+    ``kind`` is ``"parameter"`` (``pattern`` is a glob over parameter names), ``"outputs"`` or ``"inputs"`` (over module
+    paths). ``placements`` holds pairs of axis and placement, as written: ``"R"`` or ``"S(dim)"``. ``order`` says which
+    axis cuts first where several shard one dim.
+    """
+
+    key: str
+    kind: str
+    pattern: str
+    placements: tuple[tuple[str, str], ...]
+    order: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """A named plan and the rules on top of it.
+
+    Raises:
+        ConfigError: an unknown base, or a rule that cannot be read.
+    """
+
+    base: str = "fsdp"
+    rules: tuple[PlanRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_plan(self.base)
+
+    @classmethod
+    def parse(cls, plan: str | Mapping[str, Any] | PlanSpec) -> PlanSpec:
+        """A plan as users write it: a name, ``{"base": ..., "rules": {...}}``, or the rules alone (base fsdp).
+
+        ``"order"`` beside ``"rules"`` holds for every rule that has none of its own.
+        """
+        if isinstance(plan, PlanSpec):
+            return plan
+        if isinstance(plan, str):
+            return cls(base=plan)
+        if not isinstance(plan, Mapping):
+            raise ConfigError(f"plan {plan!r} is neither a name ({_plan_names()}) nor a mapping of rules")
+        whole = plan if "rules" in plan or "base" in plan else {"rules": plan}
+        for key in whole:
+            if key not in ("base", "rules", "order"):
+                raise ConfigError(f"plan key {key!r} is unknown: write {{base: ..., rules: {{...}}, order: [...]}}")
+        order = _order(whole.get("order") or (), "plan")
+        rules = tuple(_rule(str(key), value, order) for key, value in (whole.get("rules") or {}).items())
+        return cls(base=whole.get("base", "fsdp"), rules=rules)
+
+    @property
+    def name(self) -> str:
+        """How reports call it."""
+        return f"{self.base} with {len(self.rules)} rules" if self.rules else self.base
+
+    def axes(self) -> frozenset[str]:
+        """The mesh axes that rules name."""
+        return frozenset(axis for rule in self.rules for axis, _ in rule.placements)
+
+
+def _rule(key: str, value: Any, order: tuple[str, ...]) -> PlanRule:
+    kind, _, path = key.partition(":")
+    is_edge = bool(path) and kind in ("outputs", "inputs")
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"rule {key!r} is {value!r}: give a mapping from mesh axes to placements, like {{tp: S(0)}}")
+    placements = tuple((str(axis), _placement_text(key, axis, text)) for axis, text in value.items() if axis != "order")
+    for axis, _ in placements:
+        _check_axis(axis, 1)
+        if axis.startswith("dp_"):
+            raise ConfigError(f"rule {key!r} names {axis}: on dp_* axes the base plan holds; rules may name tp")
+    return PlanRule(
+        key=key,
+        kind=kind if is_edge else "parameter",
+        pattern=path if is_edge else key,
+        placements=placements,
+        order=_order(value.get("order") or order, f"rule {key!r}"),
+    )
+
+
+def _order(value: Any, owner: str) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{owner} has order {value!r}: give a list of mesh axes, the one that cuts first at its start")
+    for axis in value:
+        _check_axis(str(axis), 1)
+    return tuple(value)
+
+
+def _placement_text(key: str, axis: str, text: Any) -> str:
+    if not isinstance(text, str) or not _PLACEMENT.fullmatch(text.replace(" ", "")):
+        raise ConfigError(f"rule {key!r} gives {axis} the placement {text!r}: write 'R' or 'S(dim)', like 'S(0)'")
+    return text.replace(" ", "")
+
+
+def _plan_names() -> str:
+    return ", ".join(map(repr, PLANS))
+
+
 def check_plan(plan: str) -> str:
     """The plan's name, if it is one.
 
@@ -100,7 +200,7 @@ def check_plan(plan: str) -> str:
     if plan not in PLANS:
         nearest = get_close_matches(str(plan), PLANS, n=1)
         hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-        raise ConfigError(f"unknown plan {plan!r}: plans are {', '.join(map(repr, PLANS))}{hint}")
+        raise ConfigError(f"unknown plan {plan!r}: plans are {_plan_names()}, or a mapping of rules{hint}")
     return plan
 
 
@@ -108,7 +208,7 @@ def check_plan(plan: str) -> str:
 class EngineConfig:
     """What the pipeline needs to know besides the step, the mesh and the batch."""
 
-    plan: str = "fsdp"
+    plan: PlanSpec = PlanSpec()
     reshard_after_forward: bool = True
     compile: bool = True
     max_captures: int = 8
@@ -116,6 +216,5 @@ class EngineConfig:
     disabled_passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_plan(self.plan)
         if self.max_captures < 1:
             raise ConfigError(f"max_captures={self.max_captures}: at least one capture is needed to train")

@@ -109,8 +109,8 @@ class StepEngine:
         return self.context.mesh.submesh(self.context.mesh.data_parallel_axes or self.context.mesh.spec.names)
 
     def _storage(self, shape: tuple[int, ...]) -> Placement:
-        axes = plan_axes(self.context.config.plan, self.context.mesh)
-        storage = parameter_storage(self.context.config.plan, shape, axes)
+        axes = plan_axes(self.context.config.plan.base, self.context.mesh)
+        storage = parameter_storage(self.context.config.plan.base, shape, axes)
         return storage[0] if storage else Replicate()
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture import NoEffects, Watcher, flatten_batch
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import EngineConfig, MeshSpec
+from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
@@ -59,7 +59,7 @@ def parallelize(
     module: nn.Module,
     sample_args: tuple[Any, ...],
     mesh: MeshSpec | Mapping[str, int] | ParallelMesh,
-    plan: str = "fsdp",
+    plan: str | Mapping[str, Any] = "fsdp",
     *,
     reshard_after_forward: bool = True,
     compile: bool = True,
@@ -84,7 +84,7 @@ def parallelize(
         raise ConfigError("parallelize needs a process group: call torch.distributed.init_process_group first")
     target = torch.device(device) if device is not None else _device_of(module)
     config = EngineConfig(
-        plan=plan,
+        plan=PlanSpec.parse(plan),
         reshard_after_forward=reshard_after_forward,
         compile=compile,
         max_captures=max_captures,

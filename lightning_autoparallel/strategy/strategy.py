@@ -35,7 +35,7 @@ from lightning_autoparallel.checkpoint import (
     save_sharded_checkpoint,
 )
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import EngineConfig, MeshSpec
+from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
@@ -77,7 +77,7 @@ class AutoParallelStrategy(ParallelStrategy):
     def __init__(
         self,
         mesh: dict[str, int] | None = None,
-        plan: str = "fsdp",
+        plan: str | dict[str, Any] = "fsdp",
         reshard_after_forward: bool = True,
         compile: bool = True,
         max_captures: int = 8,
@@ -90,7 +90,7 @@ class AutoParallelStrategy(ParallelStrategy):
         super().__init__()
         self.spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         self.config = EngineConfig(
-            plan=plan,
+            plan=PlanSpec.parse(plan),
             reshard_after_forward=reshard_after_forward,
             compile=compile,
             max_captures=max_captures,
@@ -200,7 +200,7 @@ class AutoParallelStrategy(ParallelStrategy):
             atexit.register(_destroy_process_groups)
             self._mesh = build_mesh(self.spec, self.root_device.type)
             self._control = ControlGroup(self.timeout)
-        plan_axes(self.config.plan, self._mesh)
+        plan_axes(self.config.plan.base, self._mesh)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
 

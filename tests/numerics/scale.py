@@ -34,7 +34,7 @@ def plan_llama3_8b(layers: int, ranks: int, sequence: int = 8192) -> tuple[PlanR
             model = Llama3(llama3_config("8B", {"n_layers": layers}))
         mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": ranks}), "cpu")
         control = ControlGroup(timedelta(minutes=1))
-        config = EngineConfig(plan="fsdp", compile=False)
+        config = EngineConfig(compile=False)
         context = StageContext(mesh=mesh, config=config, control=control, warn=_refuse)
         engine = StepEngine(module=model, context=context, device=torch.device("cpu"))
 
