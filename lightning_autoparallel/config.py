@@ -136,13 +136,13 @@ class PlanSpec:
             return cls(base=plan)
         if not isinstance(plan, Mapping):
             raise ConfigError(f"plan {plan!r} is neither a name ({_plan_names()}) nor a mapping of rules")
-        whole = plan if "rules" in plan or "base" in plan else {"rules": plan}
+        whole: Mapping[str, Any] = plan if "rules" in plan or "base" in plan else {"rules": plan}
         for key in whole:
             if key not in ("base", "rules", "order"):
                 raise ConfigError(f"plan key {key!r} is unknown: write {{base: ..., rules: {{...}}, order: [...]}}")
         order = _order(whole.get("order") or (), "plan")
         rules = tuple(_rule(str(key), value, order) for key, value in (whole.get("rules") or {}).items())
-        return cls(base=whole.get("base", "fsdp"), rules=rules)
+        return cls(base=str(whole.get("base", "fsdp")), rules=rules)
 
     @property
     def name(self) -> str:
@@ -159,11 +159,12 @@ def _rule(key: str, value: Any, order: tuple[str, ...]) -> PlanRule:
     is_edge = bool(path) and kind in ("outputs", "inputs")
     if not isinstance(value, Mapping):
         raise ConfigError(f"rule {key!r} is {value!r}: give a mapping from mesh axes to placements, like {{tp: S(0)}}")
-    placements = tuple((str(axis), _placement_text(key, axis, text)) for axis, text in value.items() if axis != "order")
-    for axis, _ in placements:
+    named = {str(axis): text for axis, text in value.items() if axis != "order"}
+    for axis in named:
         _check_axis(axis, 1)
         if axis.startswith("dp_"):
             raise ConfigError(f"rule {key!r} names {axis}: on dp_* axes the base plan holds; rules may name tp")
+    placements = tuple((axis, _placement_text(key, axis, text)) for axis, text in named.items())
     return PlanRule(
         key=key,
         kind=kind if is_edge else "parameter",
@@ -175,7 +176,7 @@ def _rule(key: str, value: Any, order: tuple[str, ...]) -> PlanRule:
 
 def _order(value: Any, owner: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{owner} has order {value!r}: give a list of mesh axes, the one that cuts first at its start")
+        raise ConfigError(f"{owner} has order {value!r}: list the mesh axes, the one that cuts first at the start")
     for axis in value:
         _check_axis(str(axis), 1)
     return tuple(value)

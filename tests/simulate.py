@@ -10,9 +10,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
 from lightning_autoparallel.apply.lower import _SHAPE_ARGUMENT
-from lightning_autoparallel.apply.redistribute import local_shape
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.plan.candidates import Candidate
 from tests.placements import cut, joined
 

@@ -9,9 +9,10 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Replicate
 
 from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.apply.redistribute import local_shape, redistribute
+from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.contracts import CapturedGraph, Placements, ShardedGraph, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 

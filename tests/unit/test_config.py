@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lightning_autoparallel.config import EngineConfig, MeshSpec, check_plan
+from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec, check_plan
 from lightning_autoparallel.errors import ConfigError
 
 
@@ -77,7 +77,48 @@ def test_plans_are_known_by_name():
         check_plan("fsdb")
 
 
-@pytest.mark.parametrize("settings", [{"plan": "zero"}, {"max_captures": 0}])
-def test_wrong_engine_settings_are_refused(settings: dict):
-    with pytest.raises(ConfigError, match=str(next(iter(settings.values())))):
-        EngineConfig(**settings)
+def test_wrong_engine_settings_are_refused():
+    with pytest.raises(ConfigError, match="max_captures=0"):
+        EngineConfig(max_captures=0)
+
+
+def test_a_plan_is_a_base_and_rules():
+    written = {"base": "hsdp", "rules": {"*.wq.weight": {"tp": "S(0)"}, "outputs:*.ffn": {"tp": "S( 1 )"}}}
+    plan = PlanSpec.parse(written)
+    assert plan.base == "hsdp"
+    assert [(rule.kind, rule.pattern, rule.placements) for rule in plan.rules] == [
+        ("parameter", "*.wq.weight", (("tp", "S(0)"),)),
+        ("outputs", "*.ffn", (("tp", "S(1)"),)),
+    ]
+    assert plan.axes() == {"tp"}
+    assert PlanSpec.parse(plan) is plan
+
+
+def test_rules_alone_stand_on_fsdp():
+    plan = PlanSpec.parse({"*.weight": {"tp": "S(0)", "order": ["dp_shard", "tp"]}})
+    assert plan.base == "fsdp" and plan.rules[0].order == ("dp_shard", "tp")
+
+
+def test_an_order_for_all_rules_gives_way_to_a_rule_s_own():
+    rules = {"a": {"tp": "R"}, "b": {"tp": "R", "order": ["dp_shard", "tp"]}}
+    plan = PlanSpec.parse({"rules": rules, "order": ["tp", "dp_shard"]})
+    assert [rule.order for rule in plan.rules] == [("tp", "dp_shard"), ("dp_shard", "tp")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"base": "zero"}, "unknown plan 'zero'"),
+        ({"base": "fsdp", "rule": {}}, "plan key 'rule' is unknown"),
+        ({"*.weight": "S(0)"}, "rule '*.weight' is 'S(0)': give a mapping from mesh axes to placements"),
+        ({"*.weight": {"tp": 0}}, "rule '*.weight' gives tp the placement 0: write 'R' or 'S(dim)'"),
+        ({"*.weight": {"tp": "P(sum)"}}, "gives tp the placement 'P(sum)'"),
+        ({"*.weight": {"dp_shard": "R"}}, "rule '*.weight' names dp_shard: on dp_* axes the base plan holds"),
+        ({"*.weight": {"tq": "R"}}, "unknown mesh axis 'tq': did you mean 'tp'?"),
+        ({"*.weight": {"tp": "R", "order": "tp"}}, "has order 'tp': list the mesh axes"),
+        (3, "plan 3 is neither a name"),
+    ],
+)
+def test_plans_that_cannot_be_read(plan: object, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        PlanSpec.parse(plan)

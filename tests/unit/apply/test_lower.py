@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_autoparallel.apply import lower_graph
-from lightning_autoparallel.apply.redistribute import local_shape
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.plan import make_plan
 from lightning_autoparallel.torch_compat import collectives
 from tests.lockstep import one_group, run_lockstep

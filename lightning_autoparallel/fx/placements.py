@@ -1,0 +1,125 @@
+"""How several mesh axes cut one tensor: the order of cuts on a dim, local shapes, and placements as text.
+
+Every sharded axis cuts its dim in the pattern (before, ranks, rest): a plain shard has one block before, a strided one
+``split_factor`` blocks, each of which is shared out. Axes with plain shards of the same dim are nested, the outer axis
+first, as DTensor reads them. Written with their blocks before, placements of all axes can change independently.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from lightning_autoparallel.contracts import Placements, PlanAxis
+from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
+
+
+def shard(dim: int, split_factor: int = 1) -> Placement:
+    """``S(dim)``; strided when the dim's elements come in ``split_factor`` blocks of which each rank holds a part."""
+    return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
+
+
+def is_shard(placement: Placement | None) -> bool:
+    """Whether a placement is a shard, plain or strided."""
+    return isinstance(placement, (Shard, StridedShard))
+
+
+def dim_of(placement: Placement) -> int:
+    """The dim that a shard cuts."""
+    assert isinstance(placement, (Shard, StridedShard))
+    return placement.dim
+
+
+def explicit(placements: Placements, axes: Sequence[PlanAxis]) -> Placements:
+    """The same placements with nested plain shards written as strided ones: what an inner axis finds cut already."""
+    result = list(placements)
+    for i, placement in enumerate(placements):
+        if is_shard(placement):
+            same = [k for k in range(i) if placements[k] == placement]
+            outer = math.prod(axes[k].size for k in same)
+            result[i] = shard(dim_of(placement), split_factor_of(placement) * outer)
+    return tuple(result)
+
+
+def cut_order(placements: Placements, dim: int) -> list[int]:
+    """The positions of the axes that cut ``dim``, outermost cut first; ``placements`` are explicit."""
+    cutting = [i for i, placement in enumerate(placements) if is_shard(placement) and dim_of(placement) == dim]
+    return sorted(cutting, key=lambda i: split_factor_of(placements[i]))
+
+
+def local_factor(placements: Placements, axes: Sequence[PlanAxis], position: int) -> int:
+    """Blocks before the cut of axis ``position`` that are left in a tensor that the other axes have cut."""
+    placement = placements[position]
+    factor = split_factor_of(placement)
+    for k in cut_order(placements, dim_of(placement)):
+        if k != position and split_factor_of(placements[k]) < split_factor_of(placement):
+            factor //= axes[k].size
+    return factor
+
+
+def fit_together(placements: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]) -> bool:
+    """Whether each dim that several axes cut falls into even parts, cut after cut; ``placements`` are explicit."""
+    for dim, size in enumerate(shape):
+        order = cut_order(placements, dim)
+        if len(order) < 2:
+            continue
+        end = 1
+        for k in order:
+            factor = split_factor_of(placements[k])
+            if factor % end:
+                return False
+            end = factor * axes[k].size
+        if size % end:
+            return False
+    return True
+
+
+def local_shape(shape: Sequence[int], placements: Placements, axes: Sequence[PlanAxis]) -> list[int]:
+    """The (padded) shape of one rank's part of a tensor of global ``shape``."""
+    local = list(shape)
+    for placement, axis in zip(placements, axes, strict=True):
+        if is_shard(placement):
+            local[dim_of(placement)] = math.ceil(local[dim_of(placement)] / axis.size)
+    return local
+
+
+def nested_shards(dim: int, order: Sequence[int], axes: Sequence[PlanAxis]) -> Placements:
+    """Placements in which the axes at positions ``order`` cut ``dim``, the first one outermost; others replicate."""
+    placements: list[Placement] = [Replicate()] * len(axes)
+    before = 1
+    for i in order:
+        placements[i] = shard(dim, before)
+        before *= axes[i].size
+    if list(order) == sorted(order):
+        # Outer axes cut first: that is what plain shards mean.
+        return tuple(shard(dim) if is_shard(placement) else placement for placement in placements)
+    return tuple(placements)
+
+
+def parse_placement(text: str, rank: int) -> Placement:
+    """``"R"`` or ``"S(dim)"`` for a tensor of ``rank`` dims, negative dims from the end.
+
+    Raises:
+        ValueError: the dim does not exist.
+    """
+    if text == "R":
+        return Replicate()
+    match = re.fullmatch(r"S\((-?\d+)\)", text)
+    assert match is not None, text
+    dim = int(match[1])
+    if not -rank <= dim < rank:
+        raise ValueError(f"{text} of a tensor of {rank} dims")
+    return Shard(dim % rank)
+
+
+def placement_text(placement: Placement) -> str:
+    """``R``, ``S(0)``, ``S(0, 4 blocks)``, ``P(sum)``."""
+    if isinstance(placement, Replicate):
+        return "R"
+    if is_shard(placement):
+        factor = split_factor_of(placement)
+        return f"S({dim_of(placement)})" if factor == 1 else f"S({dim_of(placement)}, {factor} blocks)"
+    return f"P({placement.reduce_op})"  # type: ignore[attr-defined]
