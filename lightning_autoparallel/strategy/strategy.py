@@ -237,8 +237,12 @@ class AutoParallelStrategy(ParallelStrategy):
         self._engine = StepEngine(
             module=module, context=context, device=self.root_device, batch_dims=self.batch_dims, seed=seed
         )
-        self._engine.shard_parameters()
+        self._place_parameters(self._engine)
         return self._engine
+
+    def _place_parameters(self, engine: StepEngine) -> None:
+        """A step of its own, because planning for a fake world leaves it out."""
+        engine.shard_parameters()
 
     def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
         """Capture before the first step, so that what is wrong with it shows before anything has run."""
