@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class ArtifactWriter:
         if self._directory is not None:
             self.text(f"{name}.py.txt", graph_module.print_readable(print_output=False))
 
-    def record(self, name: str, value: Any) -> None:
-        """Write a dataclass as JSON."""
+    def record(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write numbers, strings, lists and mappings as JSON."""
         if self._directory is not None:
-            self.text(f"{name}.json", json.dumps(dataclasses.asdict(value), indent=2, default=str))
+            self.text(f"{name}.json", json.dumps(value, indent=2) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, fx
@@ -140,8 +140,40 @@ class PassReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterReport:
+    """How one parameter lies on the mesh, and its bytes on one rank: the largest shard's, its padding included.
+
+    ``placements`` maps mesh axes to placements as rules spell them. ``optimizer_bytes`` is None while unknown.
+    """
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    placements: Mapping[str, str]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleReport:
+    """What the code of one module (its submodules apart) saves for the backward and launches, on one rank.
+
+    ``path`` is the module's name; the empty one stands for what was computed outside any submodule.
+    """
+
+    path: str
+    saved_bytes: int
+    collectives: Mapping[str, CollectiveTable]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """What was planned for one captured step; counts come from the final graphs (predicted, not measured)."""
+    """What was planned for one captured step; counts come from the final graphs (predicted, not measured).
+
+    Bytes are those of one rank. ``saved_bytes`` are the values that the forward keeps for the backward, parameters and
+    the batch not counted.
+    """
 
     graph: str
     mesh: Mapping[str, int]
@@ -150,17 +182,58 @@ class PlanReport:
     collectives: Mapping[str, CollectiveTable]  # "forward" | "backward" | "inference"
     saved_bytes: int
     parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int | None = None  # None: unknown
+    parameters: Mapping[str, ParameterReport] = field(default_factory=dict)
+    modules: tuple[ModuleReport, ...] = ()
     passes: tuple[PassReport, ...] = ()
     predicted_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
     def launches(self) -> dict[str, int]:
         """Collectives of one step by mesh axes, forward and backward together."""
         total: dict[str, int] = {}
-        for table in self.collectives.values():
-            for per_axes in table.values():
-                for axes, counted in per_axes.items():
-                    total[axes] = total.get(axes, 0) + counted.count
+        for name, table in self.collectives.items():
+            for axes, counted in _all_kinds(table) if name != "inference" or len(self.collectives) == 1 else ():
+                total[axes] = total.get(axes, 0) + counted.count
         return total
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as numbers, strings, lists and mappings: what every report.json holds."""
+        kept = {name: self.saved_bytes if name == "forward" else 0 for name in self.collectives}
+        graphs = {
+            name: {"collectives": _table_json(table), "saved_bytes": kept[name]}
+            for name, table in self.collectives.items()
+        }
+        return {
+            "graph": self.graph,
+            "plan": self.plan,
+            "mesh": dict(self.mesh),
+            "timings_s": dict(self.timings_s),
+            **graphs,
+            "parameters_bytes": self.parameters_bytes,
+            "gradients_bytes": self.gradients_bytes,
+            "optimizer_bytes": self.optimizer_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
+            "passes": [_pass_json(done) for done in self.passes],
+            "notes": list(self.notes),
+        }
+
+
+def _all_kinds(table: CollectiveTable) -> list[tuple[str, CollectiveCount]]:
+    return [pair for per_axes in table.values() for pair in per_axes.items()]
+
+
+def _table_json(table: CollectiveTable) -> dict[str, dict[str, dict[str, int]]]:
+    return {
+        kind: {axes: {"count": one.count, "bytes": one.size_bytes} for axes, one in sorted(per_axes.items())}
+        for kind, per_axes in sorted(table.items())
+    }
+
+
+def _pass_json(done: PassReport) -> dict[str, Any]:
+    return asdict(done) | {"before": _table_json(done.before), "after": _table_json(done.after)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,8 @@ def reporting_strategy(trainer: lightning.Trainer, callback: Callback) -> Report
 class PlanReportCallback(Callback):
     """Writes each captured step's report below the log directory, on rank 0, as soon as the step was captured.
 
-    The files are ``autoparallel/<step>.report.json``, a ``PlanReport`` field by field, and ``<step>.report.txt``, for
-    reading.
+    The files are ``autoparallel/<step>.report.json``, with the keys that ``lightning-autoparallel plan`` writes, and
+    ``<step>.report.txt``, for reading.
 
     Raises:
         ConfigError: in ``setup``, if the strategy is not an AutoParallelStrategy.
@@ -98,7 +98,7 @@ class PlanReportCallback(Callback):
         for name, report in reporting_strategy(trainer, self).reports.items():
             if self._written.get(name) is not report:
                 self._written[name] = report
-                writer.record(f"{name}.report", report)
+                writer.record(f"{name}.report", report.as_json())
                 writer.text(f"{name}.report.txt", format_report(report))
 
 
@@ -109,6 +109,7 @@ def format_report(report: PlanReport) -> str:
         "plan": report.plan,
         "mesh": ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()),
         "parameters on one rank": format_bytes(report.parameters_bytes),
+        "gradients on one rank": format_bytes(report.gradients_bytes),
         "saved for backward on one rank": format_bytes(report.saved_bytes),
         "peak memory (predicted)": "not predicted" if peak is None else format_bytes(peak),
         "time": ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.timings_s.items()),

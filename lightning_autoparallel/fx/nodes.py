@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -151,9 +151,16 @@ def collectives_of(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def count_collectives(graph: fx.Graph, axes_by_group: Mapping[str, str]) -> dict[str, dict[str, CollectiveCount]]:
-    """Launches and bytes by kind and mesh axes; the axes of an unknown group are its name."""
+    """Launches and bytes of a graph by kind and mesh axes; the axes of an unknown group are its name."""
+    return tabulate_collectives(collectives_of(graph), axes_by_group)
+
+
+def tabulate_collectives(
+    nodes: Iterable[fx.Node], axes_by_group: Mapping[str, str]
+) -> dict[str, dict[str, CollectiveCount]]:
+    """Launches and bytes of these collectives by kind and mesh axes."""
     table: dict[str, dict[str, CollectiveCount]] = {}
-    for node in collectives_of(graph):
+    for node in nodes:
         per_axes = table.setdefault(collective_kind(node) or "", {})
         axes = axes_by_group.get(group_of(node), group_of(node))
         one = CollectiveCount(count=1, size_bytes=collective_size_bytes(node))

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from torch import fx
-
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
@@ -28,6 +26,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import joint_passes, run_passes, split_passes
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import fingerprint_lines, first_difference, make_plan
 
 Progress = Callable[[str, str, float], None]  # (graph, stage, seconds)
@@ -59,7 +58,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     with clock("passes"):
         partitioned, passes = _rewritten(sharded, context, artifacts)
-    report = _report(partitioned, plan, passes, timings, context.mesh)
+    report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
     _dump(artifacts, captured, partitioned, report)
     with clock("compile"):
         forward, backward = lower_partitioned(partitioned, context.config.compile)
@@ -138,44 +137,6 @@ def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:
     )
 
 
-def _report(
-    partitioned: PartitionedGraph,
-    plan: ShardingPlan,
-    passes: tuple[PassReport, ...],
-    timings: dict[str, float],
-    mesh: ParallelMesh,
-) -> PlanReport:
-    axes = mesh.axes_by_group()
-    forward = "forward" if partitioned.backward is not None else "inference"
-    collectives = {forward: fxn.count_collectives(partitioned.forward.graph, axes)}
-    if partitioned.backward is not None:
-        collectives["backward"] = fxn.count_collectives(partitioned.backward.graph, axes)
-    return PlanReport(
-        graph=partitioned.sharded.name,
-        mesh=mesh.sizes,
-        plan=plan.name,
-        timings_s=timings,
-        collectives=collectives,
-        saved_bytes=_saved_bytes(partitioned),
-        parameters_bytes=_parameters_bytes(partitioned),
-        passes=passes,
-    )
-
-
-def _saved_bytes(partitioned: PartitionedGraph) -> int:
-    (output,) = [node for node in partitioned.forward.graph.nodes if node.op == "output"]
-    results = output.args[0]
-    assert isinstance(results, (list, tuple))
-    saved = results[len(results) - partitioned.saved_values :] if partitioned.saved_values else []
-    return sum(fxn.size_bytes(node.meta["val"]) for node in saved if isinstance(node, fx.Node))
-
-
-def _parameters_bytes(partitioned: PartitionedGraph) -> int:
-    placeholders = [node for node in partitioned.sharded.graph_module.graph.nodes if node.op == "placeholder"]
-    pairs = zip(placeholders, partitioned.sharded.inputs, strict=True)
-    return sum(fxn.size_bytes(node.meta["val"]) for node, item in pairs if item.kind == "parameter")
-
-
 def _dump(
     artifacts: ArtifactWriter, captured: CapturedGraph, partitioned: PartitionedGraph, report: PlanReport
 ) -> None:
@@ -183,4 +144,4 @@ def _dump(
     artifacts.graph(f"{captured.name}/forward", partitioned.forward)
     if partitioned.backward is not None:
         artifacts.graph(f"{captured.name}/backward", partitioned.backward)
-    artifacts.record(f"{captured.name}/report", report)
+    artifacts.record(f"{captured.name}/report", report.as_json())

@@ -106,6 +106,7 @@ def _reports(peak: int | None = None) -> dict[str, PlanReport]:
             collectives={"forward": FORWARD, "backward": BACKWARD},
             saved_bytes=2048,
             parameters_bytes=3 * 1024**2,
+            gradients_bytes=2 * 1024**2,
             passes=(done,),
             predicted_peak_bytes=peak,
             **common,
@@ -115,6 +116,7 @@ def _reports(peak: int | None = None) -> dict[str, PlanReport]:
             collectives={"inference": FORWARD},
             saved_bytes=0,
             parameters_bytes=3 * 1024**2,
+            gradients_bytes=0,
             **common,
         ),
     }
