@@ -1,21 +1,103 @@
-"""``Trainer(precision=...)`` -> what the captured step computes in."""
+"""``Trainer(precision=...)`` -> what steps compute in, and how gradients that lie in shards are clipped."""
 
 from __future__ import annotations
 
-from lightning.pytorch.plugins.precision import Precision
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
+
+SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
 
 
-def check_precision(plugin: Precision) -> Precision:
-    """The plugin, if its precision is supported.
+class ShardedPrecision(Precision):
+    """Clips gradients of which each rank holds a part; ``ranks`` joins all ranks that train, set by the strategy."""
+
+    ranks: DeviceMesh | None = None
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale the gradients so that their 2-norm over all parameters is at most ``clip_val``; one all-reduce."""
+        clip_by_norm(_gradients(self, optimizer), float(clip_val), self.ranks)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Limit every element of the gradients to +-``clip_val``."""
+        for gradient in _gradients(self, optimizer):
+            _local(gradient).clamp_(-clip_val, clip_val)
+
+
+class FullPrecision(ShardedPrecision):
+    """``32-true``: everything in float32."""
+
+
+class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):
+    """``bf16-true``: parameters, inputs, gradients and optimizer state in bfloat16."""
+
+
+class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
+    """``bf16-mixed``: float32 parameters and gradients; steps are captured under autocast, their casts in the graph."""
+
+
+def supported_precision(plugin: Precision) -> ShardedPrecision:
+    """Our plugin for the precision of ``plugin``; one of ours is returned as it is.
 
     Raises:
-        ConfigError: any other precision than 32-true.
+        ConfigError: a precision that is none of ``SUPPORTED``, or a plugin of the user's own.
     """
-    if type(plugin) is not Precision or plugin.precision != "32-true":
-        raise ConfigError(
-            f"precision {plugin.precision!r} is not supported yet by AutoParallelStrategy: "
-            "use Trainer(precision='32-true')"
-        )
-    return plugin
+    if isinstance(plugin, ShardedPrecision):
+        return plugin
+    if type(plugin) is Precision and plugin.precision == "32-true":
+        return FullPrecision()
+    if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
+        return ShardedHalfPrecision("bf16-true")
+    if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
+        return ShardedMixedPrecision("bf16-mixed", plugin.device)
+    raise ConfigError(
+        f"precision {plugin.precision!r} ({type(plugin).__name__}) is not supported by AutoParallelStrategy: "
+        f"use Trainer(precision=...) with one of {', '.join(map(repr, SUPPORTED))}"
+    )
+
+
+def clip_by_norm(gradients: Sequence[Tensor], max_norm: float, ranks: DeviceMesh | None) -> Tensor:
+    """Scale ``gradients`` in place by min(1, max_norm / (norm + 1e-6)); their 2-norm before, a 0-dim float32 tensor.
+
+    Each rank adds up the squares of its shards, divided by the number of ranks that hold the same shard, so that one
+    all-reduce over all ``ranks`` (a one-dimensional mesh) gives the sum over the whole tensors. Nothing is read on the
+    host.
+    """
+    if not gradients:
+        return torch.zeros(())
+    size = 1 if ranks is None else ranks.size()
+    locals_ = [_local(gradient) for gradient in gradients]
+    shares = torch.tensor([1 / _copies(gradient, size) for gradient in gradients])
+    squares = torch.stack(squared_norms(locals_))
+    total = (squares * shares.to(squares)).sum()
+    if ranks is not None and size > 1:
+        dist.all_reduce(total, group=ranks.get_group())
+    norm = total.sqrt()
+    scale_together(locals_, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _gradients(plugin: Precision, optimizer: Optimizer) -> list[Tensor]:
+    return [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(gradient: Tensor, ranks: int) -> int:
+    """How many of all ``ranks`` hold the same part of ``gradient``."""
+    if not isinstance(gradient, DTensor):
+        return ranks
+    sizes = [gradient.device_mesh.size(dim) for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
+    return ranks // math.prod(sizes)

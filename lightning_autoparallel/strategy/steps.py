@@ -20,6 +20,12 @@ from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.torch_compat.collectives import launched_collectives
 
 _BATCH_INDEX = "batch_idx"
+_PRECISION_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 class LightningSteps:
@@ -86,7 +92,9 @@ class LightningSteps:
                 arguments.append(watcher.value(_BATCH_INDEX))
             if dataloader_index is not None:
                 arguments.append(dataloader_index)
-            return getattr(self._module, name)(*arguments)
+            # At capture only: what the context casts, and the dtype of what the step makes, are in the graph.
+            with getattr(self._trainer.precision_plugin, _PRECISION_CONTEXTS[name])():
+                return getattr(self._module, name)(*arguments)
 
         return StepCall(
             name=name if not dataloader_index else f"{name}.{dataloader_index}",

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
@@ -46,14 +47,27 @@ def test_an_unknown_plan_names_the_nearest() -> None:
         AutoParallelStrategy(plan="fdsp")
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "64-true"])
-def test_other_precisions_are_refused(precision) -> None:
-    seen = (
-        precision.replace("16-mixed", "bf16-mixed") if precision == "16-mixed" else precision
-    )  # Lightning's choice on CPU
-    message = f"precision '{seen}' is not supported yet by AutoParallelStrategy: use Trainer(precision='32-true')"
+class OwnPrecision(Precision):
+    """What a user may have written."""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"precision": "64-true"}, "'64-true' (DoublePrecision)"),
+        ({"precision": "16-true"}, "'16-true' (HalfPrecision)"),
+        ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "'16-mixed' (MixedPrecision)"),
+        ({"plugins": [OwnPrecision()]}, "'32-true' (OwnPrecision)"),
+    ],
+    ids=str,
+)
+def test_other_precisions_are_refused(options, named) -> None:
+    message = (
+        f"precision {named} is not supported by AutoParallelStrategy: use Trainer(precision=...) with one of "
+        "'32-true', 'bf16-true', 'bf16-mixed'"
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        make_trainer(make_strategy({"dp_shard": -1}, {}), 1, precision=precision)
+        make_trainer(make_strategy({"dp_shard": -1}, {}), 1, **options)
 
 
 def test_an_interactive_python_cannot_start_processes(monkeypatch) -> None:

@@ -22,7 +22,12 @@ from torch.optim import Optimizer
 from lightning_autoparallel.errors import CheckpointError
 
 _TRAINER_STATE = "meta.pt"
-_RANDOM_STATE = "autoparallel_random_state"
+RANDOM_STATE = "autoparallel_random_state"
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder that ``save_sharded_checkpoint`` has written."""
+    return (path / _TRAINER_STATE).is_file()
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -51,7 +56,7 @@ def save_sharded_checkpoint(
         tensors[f"optimizer_{index}"] = state
     dcp.save(tensors, checkpoint_id=path)
     if is_first:
-        torch.save({**checkpoint, _RANDOM_STATE: dict(random_state)}, path / _TRAINER_STATE)
+        torch.save({**checkpoint, RANDOM_STATE: dict(random_state)}, path / _TRAINER_STATE)
 
 
 def load_sharded_checkpoint(
@@ -62,9 +67,9 @@ def load_sharded_checkpoint(
     Raises:
         CheckpointError: ``path`` is no sharded checkpoint.
     """
-    if not (path / _TRAINER_STATE).is_file():
+    if not is_sharded_checkpoint(path):
         raise CheckpointError(
-            f"{path} is no sharded checkpoint: expected a folder with {_TRAINER_STATE}, as this strategy saves them"
+            f"{path} is no checkpoint: expected a file, or a folder with {_TRAINER_STATE}, as this strategy saves them"
         )
     trainer_state = torch.load(path / _TRAINER_STATE, map_location="cpu", weights_only=bool(weights_only))
     states = {"state_dict": model_state(module)}
@@ -76,4 +81,4 @@ def load_sharded_checkpoint(
     set_model_state_dict(module, states["state_dict"], options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, states[f"optimizer_{index}"])
-    return trainer_state, trainer_state.pop(_RANDOM_STATE, {})
+    return trainer_state, trainer_state.pop(RANDOM_STATE, {})

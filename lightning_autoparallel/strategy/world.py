@@ -1,0 +1,175 @@
+"""The strategy's processes: how they start, the mesh they form, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.mesh import ParallelMesh, build_mesh
+from lightning_autoparallel.pipeline import ControlGroup
+from lightning_autoparallel.strategy.launch import check_launch
+from lightning_autoparallel.strategy.recorder import ALREADY_GLOBAL
+
+
+class WorldStrategy(ParallelStrategy):
+    """Processes on a mesh. Values of ranks are joined over the data-parallel ranks: other axes hold the same rows."""
+
+    def __init__(self, spec: MeshSpec, process_group_backend: str | None, timeout: timedelta) -> None:
+        super().__init__()
+        self.spec = spec
+        self.num_nodes = 1
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self._mesh: ParallelMesh | None = None
+        self._control: ControlGroup | None = None
+
+    # -- what the launch looks like ----------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Always: Lightning then shards the sampler."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh with its flattened sub-meshes.
+
+        Raises:
+            ConfigError: the processes have not been started yet.
+        """
+        if self._mesh is None:
+            raise ConfigError(
+                "the device mesh exists once the Trainer has started its processes: from configure_model on"
+            )
+        return self._mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's view of the mesh, there from ``configure_model`` on."""
+        return self.mesh.device_mesh
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different rows."""
+        return self.mesh.data_parallel_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Rows are shared out over the batch axes only."""
+        return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_parallel_rank}
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_launch(self.spec, self.num_processes * self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Start the process group and build the mesh, once."""
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        if self._mesh is None:
+            self._start_process_group()
+            self._mesh = build_mesh(self.spec, self.root_device.type)
+            self._control = ControlGroup(self.timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.device_mesh
+
+    def _start_process_group(self) -> None:
+        self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment, self.process_group_backend, timeout=self.timeout, device_id=device_id
+        )
+        # Lightning leaves gloo groups to the interpreter's exit, where their threads may abort the process.
+        atexit.register(_destroy_process_groups)
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- talking -----------------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src``."""
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """A tensor reduced over ``group``, the data-parallel ranks unless given; anything else as it is."""
+        if not isinstance(tensor, Tensor) or group is ALREADY_GLOBAL:
+            return tensor
+        if group is None and self._mesh is not None:
+            if self._mesh.data_parallel_size == 1:
+                return tensor
+            group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of ``group``, the data-parallel ranks unless given, stacked by rank."""
+        if group is None and self._mesh is not None:
+            if self._mesh.data_parallel_size == 1:
+                return tensor.unsqueeze(0)
+            group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any rank, decided so; over every rank, whatever its rows."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, None, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes > 0)
+
+
+def _destroy_process_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

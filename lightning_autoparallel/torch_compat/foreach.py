@@ -1,0 +1,19 @@
+"""One kernel for many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of squares of each tensor, 0-dim and in float32 or wider; 0 for an empty one."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return [norm.square() for norm in torch._foreach_norm(list(tensors), 2, dtype=wide)]
+
+
+def scale_together(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor in place by the 0-dim ``factor``."""
+    torch._foreach_mul_(list(tensors), factor)
