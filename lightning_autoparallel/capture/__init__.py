@@ -1,6 +1,7 @@
 """Run the step once on fake tensors and record it as one joint graph; see README.md."""
 
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, describe_batch, flatten_batch
+from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher
@@ -15,6 +16,7 @@ __all__ = [
     "TensorSpec",
     "Watcher",
     "capture_step",
+    "check_edges",
     "describe_batch",
     "flatten_batch",
 ]

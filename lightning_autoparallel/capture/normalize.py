@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_autoparallel.capture.edges import EdgeAliases, is_edge
+
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -23,6 +25,7 @@ def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     constants: dict[str, Tensor] = {}
+    edges = EdgeAliases()
     nodes = list(graph_module.graph.nodes)
     for node in nodes:
         if node.op == "placeholder":
@@ -34,6 +37,8 @@ def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
     for node in nodes:
         if node.op == "call_function":
             env[node] = _call(graph, node, env)
+            if is_edge(node):
+                edges.alias(env[node])
         elif node.op == "output":
             results = [env[item] for item in _flat(node.args[0]) if item is not None]
             graph.output(results)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.batch import BatchLayout
 from lightning_autoparallel.capture.decompositions import planning_decompositions
+from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.sources import record_sources, user_line_of
@@ -54,6 +55,7 @@ class StepRequest:
     """What to capture: ``run(leaves)`` is the step on the batch's leaves, ``module`` owns the state that it reads.
 
     ``loss_leaf`` picks, of the result's flattened leaves, the loss to differentiate; None differentiates every result.
+    ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
     """
 
     name: str
@@ -68,6 +70,7 @@ class StepRequest:
     effects: StepEffects
     training: bool
     loss_leaf: Callable[[Any], Tensor] | None = None
+    edges: tuple[tuple[str, str], ...] = ()
     notice: Callable[[str], None] = field(default=lambda message: None)
 
 
@@ -158,6 +161,7 @@ def capture_step(request: StepRequest) -> CapturedGraph:
 def _step_contexts(request: StepRequest) -> Iterator[None]:
     with (
         record_sources(request.module),
+        marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
         torch.set_grad_enabled(request.training),
