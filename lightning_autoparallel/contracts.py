@@ -60,6 +60,11 @@ class PlanAxis:
         """The mesh axes in order, joined by a comma: the key of every report."""
         return ",".join(self.mesh_axes)
 
+    @property
+    def shards_batch(self) -> bool:
+        """Whether ranks along the axis see different rows of the batch."""
+        return self.mesh_axes[0].startswith("dp_")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
@@ -71,13 +76,17 @@ class NodePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """A placement for every node of one captured graph, and for every parameter its storage placement."""
+    """A placement for every node of one captured graph, and for every parameter its storage placement.
+
+    ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
+    """
 
     name: str
     axes: tuple[PlanAxis, ...]
     nodes: Mapping[str, NodePlacement]
     parameters: Mapping[str, Placements]
     outputs: tuple[Placements | None, ...]
+    joint_axes: tuple[PlanAxis, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

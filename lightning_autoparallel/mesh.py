@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.torch_compat.collectives import concatenated_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,13 @@ class ParallelMesh:
         return PlanAxis(
             mesh_axes=wanted, size=mesh.size(), rank=mesh.get_local_rank(), group_name=mesh.get_group().group_name
         )
+
+    def mesh_of(self, axes: Sequence[PlanAxis]) -> DeviceMesh:
+        """A mesh with one dim per plan axis, on the groups that there are; of a single process for none."""
+        if not axes:
+            return self.submesh(self.spec.names)
+        meshes = [self.submesh(axis.mesh_axes) for axis in axes]
+        return meshes[0] if len(meshes) == 1 else concatenated_mesh(meshes)
 
     def axes_by_group(self) -> dict[str, str]:
         """Process group name -> mesh axes joined by a comma, as reports spell them."""

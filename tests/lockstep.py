@@ -70,8 +70,10 @@ def _all_gather(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:
 
 
 def _all_reduce(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:
-    assert all(reduce_op == "sum" for (reduce_op,) in arguments)
-    return [torch.stack(sent).sum(0).to(sent[0].dtype) for _ in sent]
+    (reduce_op,) = {given for (given,) in arguments}
+    stacked = torch.stack(sent)
+    result = {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[reduce_op]()
+    return [result.to(sent[0].dtype) for _ in sent]
 
 
 def _reduce_scatter(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:

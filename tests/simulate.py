@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,11 +10,19 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
-from lightning_autoparallel.apply.lower import _SHAPE_ARGUMENT
-from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.apply import lower_graph
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    GraphInput,
+    GraphOutput,
+    NodePlacement,
+    PlanAxis,
+    ShardingPlan,
+)
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.plan.candidates import Candidate
+from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from tests.lockstep import one_group, run_lockstep
 from tests.placements import cut, joined
 
 
@@ -31,30 +40,66 @@ def node_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     return node
 
 
+def axis_of(size: int, rank: int = 0) -> PlanAxis:
+    """The one axis of a simulation."""
+    return PlanAxis(mesh_axes=("dp_shard",), size=size, rank=rank, group_name="0")
+
+
 def run_on_ranks(node: fx.Node, row: Candidate, size: int) -> list[list[Tensor]]:
-    """The results of every rank, its inputs cut and its shape argument localised as lowering does."""
+    """The results of every rank: the node lowered as one of a plan, run on cut inputs in lockstep."""
     tensors = [argument.meta["val"] for argument in fxn.tensor_arguments(node)]
     per_input = [cut(tensor, placement, size) for tensor, placement in zip(tensors, row.inputs, strict=True)]
-    results = []
-    for rank in range(size):
-        mine = iter(parts[rank] for parts in per_input)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _, mine=mine: next(mine))
-        args = _localised(node, tuple(args), row.outputs[0], size)
-        value = node.target(*args, **kwargs)
-        results.append(list(value) if isinstance(value, (tuple, list)) else [value])
-    return results
+    graphs = [_lowered(node, row, axis_of(size, rank)) for rank in range(size)]
+    inputs = [[parts[rank] for parts in per_input] for rank in range(size)]
+    results = run_lockstep(graphs, inputs, one_group("0", size))
+    count = len(fxn.values(node))
+    present = [index for index, value in enumerate(fxn.values(node)) if value is not None]
+    padded: list[list[Any]] = [[None] * count for _ in results]
+    for rank, result in enumerate(results):
+        for index, value in zip(present, result, strict=True):
+            padded[rank][index] = value
+    return padded
 
 
-def _localised(node: fx.Node, args: tuple[Any, ...], placement: Placement | None, size: int) -> tuple[Any, ...]:
-    position = _SHAPE_ARGUMENT.get(node.target)
-    if position is None:
-        return args
-    assert placement is not None
-    axis = PlanAxis(mesh_axes=("dp_shard",), size=size, rank=0, group_name="0")
-    shape = local_shape(node.meta["val"].shape, (placement,), [axis])
-    if node.target is torch.ops.aten.view.default:
-        args = (args[0].contiguous(), *args[1:])
-    return (*args[:position], shape, *args[position + 1 :])
+def _lowered(node: fx.Node, row: Candidate, axis: PlanAxis) -> fx.Graph:
+    graph, mode = fx.Graph(), FakeTensorMode()
+
+    def placeholder(argument: fx.Node) -> fx.Node:
+        copied = graph.placeholder(f"x_{len(graph.nodes)}")
+        copied.meta["val"] = mode.from_tensor(argument.meta["val"])
+        return copied
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), placeholder)
+    call = graph.create_node("call_function", node.target, args, kwargs)
+    call.meta["val"] = tree_map_only(Tensor, mode.from_tensor, node.meta["val"])
+    placements = {p.name: NodePlacement(inputs=(), outputs=((placement,),)) for p, placement in _inputs(graph, row)}
+    outputs = tuple(None if placement is None else (placement,) for placement in row.outputs)
+    placements[call.name] = NodePlacement(inputs=tuple((placement,) for placement in row.inputs), outputs=outputs)
+    results, ends = [call], [outputs[0]]
+    if isinstance(node.meta["val"], (tuple, list)):
+        results, ends = [], []
+        for index, value in enumerate(call.meta["val"]):
+            if isinstance(value, Tensor):
+                item = graph.call_function(operator.getitem, (call, index))
+                item.meta["val"] = value
+                placements[item.name] = NodePlacement(inputs=(), outputs=(outputs[index],))
+                results.append(item)
+                ends.append(outputs[index])
+    graph.output(results)
+    inputs = tuple(GraphInput(kind="batch", name=p.name) for p, _ in _inputs(graph, row))
+    captured = CapturedGraph(
+        name="node",
+        graph_module=fx.GraphModule(torch.nn.Module(), graph),
+        inputs=inputs,
+        outputs=tuple(GraphOutput(kind="output", name=str(i)) for i in range(len(results))),
+        output_spec=None,
+    )
+    plan = ShardingPlan(name="row", axes=(axis,), nodes=placements, parameters={}, outputs=tuple(ends))
+    return lower_graph(captured, plan).graph_module.graph
+
+
+def _inputs(graph: fx.Graph, row: Candidate) -> list[tuple[fx.Node, Placement]]:
+    return list(zip(graph.find_nodes(op="placeholder"), row.inputs, strict=True))
 
 
 def recombined(results: list[list[Tensor]], node: fx.Node, row: Candidate) -> list[tuple[Tensor, Tensor]]:

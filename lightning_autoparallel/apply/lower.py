@@ -9,7 +9,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Replicate
 
 from lightning_autoparallel.apply.emit import GraphEmitter
+from lightning_autoparallel.apply.products import emit_product
 from lightning_autoparallel.apply.redistribute import redistribute
+from lightning_autoparallel.apply.vocabulary import expand_along_vocabulary
 from lightning_autoparallel.contracts import CapturedGraph, Placements, ShardedGraph, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import local_shape
@@ -134,25 +136,48 @@ class _Lowering:
             self._keep(node, placement.outputs[0], lowered)
 
     def _emit(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placements | None) -> fx.Node:
+        if node.target is aten.alias.default:
+            return args[0]  # type: ignore[no-any-return]
+        if node.target is aten.einsum.default:
+            equation, (left, right) = args
+            return emit_product(self.emitter, equation, left, right, node.name)
+        expanded = expand_along_vocabulary(self.emitter, node, args, self._plan.nodes[node.name], self._plan.axes)
+        if expanded is not None:
+            return expanded
+        if fxn.is_random(node) and isinstance(node.meta["val"], Tensor):
+            assert placed is not None
+            return self._draw(node, args, kwargs, placed)
+        return self._call_local(node, args, kwargs, placed, node.name)
+
+    def _call_local(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placements | None, name: str | None
+    ) -> fx.Node:
+        """The operator itself, the shape that it is given made local."""
         position = _SHAPE_ARGUMENT.get(node.target)  # type: ignore[call-overload]
         if position is not None:
             assert placed is not None
             shape = local_shape(node.meta["val"].shape, placed, self._plan.axes)
             if node.target is aten.view.default:
-                return self.emitter.view(args[0], shape, name=node.name)
+                return self.emitter.view(args[0], shape, name=name)
             args = (*args[:position], shape, *args[position + 1 :])
-        lowered = self.emitter.call(node.target, *args, name=node.name, **kwargs)
-        if fxn.is_random(node) and isinstance(node.meta["val"], Tensor):
-            lowered = self._agreed(lowered, placed)
-        return lowered
+        return self.emitter.call(node.target, *args, name=name, **kwargs)
 
-    def _agreed(self, node: fx.Node, placed: Placements | None) -> fx.Node:
-        """What is drawn replicated over an axis must be the same there: ranks take the first one's draw."""
-        for placement, axis in zip(placed or (), self._plan.axes, strict=True):
-            if isinstance(placement, Replicate):
-                sent = self.emitter.call(collectives.BROADCAST, node, 0, axis.group_name)
-                node = self.emitter.call(collectives.WAIT, sent)
-        return node
+    def _draw(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placements) -> fx.Node:
+        """Random values that differ between shards and agree between replicas.
+
+        Ranks of different batch shards draw from different seeds: what must agree there is sent by the first of them.
+        Ranks of one batch shard draw alike: each draws for all of them and keeps its own part.
+        """
+        drawn = tuple(p if axis.shards_batch else Replicate() for p, axis in zip(placed, self._plan.axes, strict=True))
+        lowered = self._call_local(node, args, kwargs, drawn, None)
+        for placement, axis in zip(placed, self._plan.axes, strict=True):
+            if axis.shards_batch and isinstance(placement, Replicate):
+                sent = self.emitter.call(collectives.BROADCAST, lowered, 0, axis.group_name)
+                lowered = self.emitter.call(collectives.WAIT, sent)
+        return self._moved(lowered, node.meta["val"].shape, drawn, placed)
+
+    def _moved(self, node: fx.Node, shape: torch.Size, source: Placements, target: Placements) -> fx.Node:
+        return redistribute(self.emitter, node, shape, source, target, self._plan.axes, self._plan.joint_axes)
 
     def _keep(self, node: fx.Node, placed: Placements | None, lowered: fx.Node) -> None:
         assert placed is not None, f"{node.name} is no tensor"
@@ -167,7 +192,6 @@ class _Lowering:
     def _in(self, node: fx.Node, target: Placements) -> fx.Node:
         if (node, target) not in self._placed:
             stored = self._stored[node]
-            shape = node.meta["val"].shape
             source = self._placed[(node, stored)]
-            self._placed[(node, target)] = redistribute(self.emitter, source, shape, stored, target, self._plan.axes)
+            self._placed[(node, target)] = self._moved(source, node.meta["val"].shape, stored, target)
         return self._placed[(node, target)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,70 +12,89 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Replicate
 
+from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.fx.placements import cut_order, explicit, local_shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """How one parameter lies on this rank: global geometry, mesh, placement, and its rows with and without padding."""
+    """How one parameter lies on this rank: global geometry, mesh, and placements over the plan's axes.
+
+    A dim that one axis cuts need not divide: graphs take and give shards padded to one size, DTensors hold none of the
+    padding. A dim that several axes cut divides.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     mesh: DeviceMesh
-    placement: Placement
+    placements: Placements
+    axes: tuple[PlanAxis, ...]
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether this rank holds only some of the rows."""
-        return isinstance(self.placement, Shard)
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape of every rank's shard with padding: what graphs take and give."""
+        return tuple(local_shape(self.shape, self.placements, self.axes))
 
     @property
-    def padded_rows(self) -> int:
-        """Rows of every rank's shard with padding: what graphs take and give."""
-        return math.ceil(self.shape[0] / self.mesh.size())
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard."""
+        return tuple(end - start for start, end in self._bounds())
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        """First and last (exclusive) global row of this rank."""
-        start = min(self.mesh.get_local_rank() * self.padded_rows, self.shape[0])
-        return start, min(start + self.padded_rows, self.shape[0])
+    def _bounds(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) index of this rank in every dim."""
+        cuts = explicit(self.placements, self.axes)
+        bounds = []
+        for dim, size in enumerate(self.shape):
+            start, end = 0, size
+            for i in cut_order(cuts, dim):
+                part = math.ceil((end - start) / self.axes[i].size)
+                start = min(start + self.axes[i].rank * part, end)
+                end = min(start + part, end)
+            bounds.append((start, end))
+        return bounds
 
     def shard_of(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor, in memory of its own."""
-        if not self.is_sharded:
-            return full.detach()
-        start, end = self.rows
-        return full.detach()[start:end].clone()
+        """This rank's part of a full tensor, in memory of its own where it is a part."""
+        local = full.detach()
+        for dim, (start, end) in enumerate(self._bounds()):
+            local = local.narrow(dim, start, end - start)
+        return local.clone(memory_format=torch.contiguous_format) if local.shape != full.shape else local
 
     def distribute(self, local: Tensor) -> DTensor:
         """A DTensor around this rank's part."""
+        placements = self.placements or (Replicate(),)
         return DTensor.from_local(
-            local, self.mesh, (self.placement,), run_check=False, shape=torch.Size(self.shape), stride=self.stride
+            local, self.mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
 
     def padded(self, local: Tensor) -> Tensor:
-        """``local`` with as many rows as every other rank's."""
-        missing = self.padded_rows - local.shape[0] if self.is_sharded else 0
-        return torch.nn.functional.pad(local, [0, 0] * (local.dim() - 1) + [0, missing]) if missing else local
+        """``local`` as large as every other rank's shard."""
+        missing = [wanted - size for wanted, size in zip(self.padded_shape, local.shape, strict=True)]
+        if not any(missing):
+            return local
+        return torch.nn.functional.pad(local, [width for size in reversed(missing) for width in (0, size)])
 
     def unpadded(self, local: Tensor) -> Tensor:
-        """``local`` without padding rows."""
-        start, end = self.rows if self.is_sharded else (0, 0)
-        return local[: end - start] if self.is_sharded and end - start != local.shape[0] else local
+        """``local`` without padding."""
+        for dim, size in enumerate(self.local_shape):
+            local = local.narrow(dim, 0, size) if local.shape[dim] != size else local
+        return local
 
 
 def parameter_layouts(
-    module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[tuple[int, ...]], Placement]
+    module: nn.Module, mesh: DeviceMesh, axes: tuple[PlanAxis, ...], storage: Mapping[str, Placements]
 ) -> dict[str, ParameterLayout]:
-    """The layout of every parameter of ``module``, tied ones once."""
+    """The layout of every parameter of ``module``, tied ones once; ``mesh`` has a dim per plan axis."""
     return {
         name: ParameterLayout(
             shape=tuple(parameter.shape),
             stride=tuple(parameter.stride()),
             mesh=mesh,
-            placement=placement_of(tuple(parameter.shape)),
+            placements=storage[name],
+            axes=axes,
         )
         for name, parameter in module.named_parameters()
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -34,10 +36,21 @@ def operator_time_us(
 
 def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """FLOPs of the operators that torch's counter knows; 0 for the others, which are bound by memory."""
+    if op is torch.ops.aten.einsum.default:
+        return 2 * math.prod(_letter_sizes(*args).values())
     packet = getattr(op, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+def _letter_sizes(equation: str, operands: Sequence[Tensor]) -> dict[str, int]:
+    terms = equation.split("->")[0].split(",")
+    return {
+        letter: size
+        for term, operand in zip(terms, operands, strict=True)
+        for letter, size in zip(term, operand.shape, strict=True)
+    }
 
 
 def local_size_bytes(tensors: Sequence[Tensor | None], shards: Sequence[int]) -> int:

@@ -114,6 +114,11 @@ def custom(node: fx.Node, key: str) -> Any:
     return (node.meta.get("custom") or {}).get(key)
 
 
+def edge_of(node: fx.Node) -> str | None:
+    """``outputs:layers.0.attention``: the edge of a module that capture has marked with this node, or None."""
+    return custom(node, "edge") if node.target is aten.alias.default else None
+
+
 def describe(node: fx.Node) -> str:
     """``mul_7 (model.py:88)``: the node and the user's line, as errors name it."""
     source = custom(node, "source")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
 from lightning_autoparallel.capture import (
@@ -28,7 +27,8 @@ from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_step
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
-from lightning_autoparallel.plan.named import parameter_storage, plan_axes
+from lightning_autoparallel.plan.named import plan_axes
+from lightning_autoparallel.plan.storage import place_parameters
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -98,20 +98,17 @@ class StepEngine:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
 
         Raises:
-            ConfigError: a submodule on meta cannot initialise itself.
+            ConfigError: a submodule on meta cannot initialise itself, or a rule does not fit the module.
         """
-        self.layouts = parameter_layouts(self.module, self._parameter_mesh(), self._storage)
+        plan, mesh = self.context.config.plan, self.context.mesh
+        axes = plan_axes(plan, mesh)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
+        placements = place_parameters(plan, shapes, axes, self.context.warn)
+        storage = {name: placement.storage for name, placement in placements.items()}
+        self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
         materialise_module(self.module, self.layouts, self.device)
         shard_module(self.module, self.layouts, self.device)
         self.module.to(self.device)
-
-    def _parameter_mesh(self) -> Any:
-        return self.context.mesh.submesh(self.context.mesh.data_parallel_axes or self.context.mesh.spec.names)
-
-    def _storage(self, shape: tuple[int, ...]) -> Placement:
-        axes = plan_axes(self.context.config.plan.base, self.context.mesh)
-        storage = parameter_storage(self.context.config.plan.base, shape, axes)
-        return storage[0] if storage else Replicate()
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""

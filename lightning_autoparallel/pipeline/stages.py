@@ -115,7 +115,7 @@ def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> t
         with clock("capture"):
             captured = capture_step(request)
         with clock("plan"):
-            plan = make_plan(captured, context.config.plan.base, context.mesh, context.warn)
+            plan = make_plan(captured, context.config.plan, context.mesh, context.warn)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)

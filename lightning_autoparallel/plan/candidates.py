@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,16 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost.compute import local_size_bytes, operator_time_us
 from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.plan import views
-from lightning_autoparallel.plan.rules import RULES, OpCall, Row, same
+from lightning_autoparallel.plan import products, views, vocabulary
+from lightning_autoparallel.plan.rules import RULES, STRIDED_ALREADY, OpCall, Row, same, with_strides
 from lightning_autoparallel.torch_compat.sharding import StridedShard, has_rule, is_plain, rule_rows, split_factor_of
 from lightning_autoparallel.torch_compat.tracing import unset_fake_temporarily
 
-_DATA_MOVEMENT_RULES = views  # importing it registers the rules of views
+_RULE_FILES = (products, views, vocabulary)  # importing them registers their rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,14 @@ class Candidate:
 
 
 class CandidateTable:
-    """The candidates of nodes on one axis of ``size`` ranks; equal calls share an entry.
+    """The candidates of nodes on one axis, whose ranks are those of ``mesh``; equal calls share an entry.
 
     ``warn`` is told once per operator that has to compute replicated.
     """
 
-    def __init__(self, size: int, mesh: DeviceMesh, hardware: HardwareSpec, warn: Callable[[str], None]) -> None:
-        self._size, self._mesh, self._hardware, self._warn = size, mesh, hardware, warn
+    def __init__(self, axis: PlanAxis, mesh: DeviceMesh, hardware: HardwareSpec, warn: Callable[[str], None]) -> None:
+        self._axis, self._mesh, self._hardware, self._warn = axis, mesh, hardware, warn
+        self._size = axis.size
         self._cache: dict[Any, tuple[Candidate, ...]] = {}
         self._warned: set[Any] = set()
 
@@ -65,8 +67,11 @@ class CandidateTable:
         return tuple(self._candidate(row, call, node.meta["val"]) for row in kept)
 
     def _rows(self, node: fx.Node, call: OpCall) -> list[Row]:
+        if fxn.is_random(node) and not self._axis.shards_batch and isinstance(node.meta["val"], tuple):
+            return []  # its ranks draw alike: parts would be drawn alike too
         if call.op in RULES:
-            return _with_strides(RULES[call.op](call), split_factors=call.split_factors)
+            rows = RULES[call.op](call)
+            return rows if call.op in STRIDED_ALREADY else with_strides(rows, call.split_factors)
         if not has_rule(call.op):
             self._tell(node, "has no sharding rule")
             return []
@@ -81,7 +86,7 @@ class CandidateTable:
         can_be_sharded = any(out is not None and out.dim() for out in call.outputs)
         if can_be_sharded and not any(_matches(row, call) for row in plain):
             self._tell(node, "has a sharding rule that does not fit the call")
-        return _with_strides(plain, split_factors=call.split_factors)
+        return with_strides(plain, call.split_factors)
 
     def _tell(self, node: fx.Node, reason: str) -> None:
         if node.target not in self._warned:
@@ -169,24 +174,3 @@ def _without_nones(row: Row, call: OpCall) -> Row:
     pairs = zip(outputs, call.outputs, strict=False)
     outputs = tuple(None if out is None else placement or Replicate() for placement, out in pairs)
     return outputs, tuple(placement for placement in inputs if placement is not None)
-
-
-def _with_strides(rows: Sequence[Row], split_factors: tuple[int, ...]) -> list[Row]:
-    """What holds for shards of a dim holds for strided shards of it, if all of the row are strided alike."""
-    result = list(rows)
-    for factor in split_factors:
-        if factor > 1:
-            result += [_strided(row, factor) for row in rows if not _has_strides(row)]
-    return result
-
-
-def _has_strides(row: Row) -> bool:
-    return any(isinstance(placement, StridedShard) for side in row for placement in side)
-
-
-def _strided(row: Row, factor: int) -> Row:
-    def convert(placement: Placement | None) -> Placement | None:
-        return views.shard(placement.dim, factor) if isinstance(placement, Shard) else placement
-
-    outputs, inputs = row
-    return tuple(map(convert, outputs)), tuple(map(convert, inputs))

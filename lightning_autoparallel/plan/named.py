@@ -1,12 +1,15 @@
-"""Named plans: ``ddp`` and ``fsdp``, as plan axes, pins and parameter storage."""
+"""Named plans and rules on top of them, as plan axes, pins and parameter placements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from lightning_autoparallel.config import PlanRule, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     GraphInput,
@@ -21,88 +24,156 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
+from lightning_autoparallel.plan.edges import edge_pins
+from lightning_autoparallel.plan.gradients import late_reductions
+from lightning_autoparallel.plan.other_axes import OtherAxes
 from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
+from lightning_autoparallel.plan.storage import ParameterPlacement, place_parameters
+
+Warn = Callable[[str], None]
+Choices = Mapping[fx.Node, Candidate]
 
 
-def plan_axes(plan: str, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
-    """The plan's axes on this mesh: all ``dp_*`` together, or none for a single process.
+def plan_axes(plan: str | PlanSpec, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
+    """The plan's axes on this mesh, outermost first; none for a single process.
+
+    All ``dp_*`` axes are one but for ``hsdp``, which treats ``dp_replicate`` and ``dp_shard`` apart; an axis that rules
+    name is one of its own.
 
     Raises:
         ConfigError: an axis of more than one process that the plan would leave idle.
     """
-    idle = [name for name in mesh.active(mesh.spec.names) if name not in mesh.data_parallel_axes]
-    if idle:
-        raise ConfigError(
-            f"plan '{plan}' leaves mesh axis '{idle[0]}' of size {mesh.sizes[idle[0]]} idle: it would compute "
-            f"everything {mesh.sizes[idle[0]]} times; set {idle[0]}: 1"
-        )
-    axis = mesh.plan_axis(mesh.data_parallel_axes)
-    return (axis,) if axis else ()
+    spec = PlanSpec.parse(plan)
+    data_parallel = mesh.active(mesh.data_parallel_axes)
+    groups = [(name,) for name in data_parallel] if spec.base == "hsdp" else [data_parallel]
+    for name in mesh.active(mesh.spec.names):
+        if name in data_parallel:
+            continue
+        if name not in spec.axes():
+            raise ConfigError(
+                f"plan '{spec.name}' leaves mesh axis '{name}' of size {mesh.sizes[name]} idle: it would compute "
+                f"everything {mesh.sizes[name]} times; give rules that name {name}, or set {name}: 1"
+            )
+        groups.append((name,))
+    groups.sort(key=lambda names: mesh.spec.names.index(names[0]) if names else -1)
+    return tuple(axis for axis in map(mesh.plan_axis, groups) if axis is not None)
 
 
-def parameter_storage(plan: str, shape: tuple[int, ...], axes: tuple[PlanAxis, ...]) -> Placements:
-    """How a parameter lies between steps: ``fsdp`` shards dim 0 over each axis, scalars and ``ddp`` keep it whole."""
-    placement: Placement = Shard(0) if plan == "fsdp" and shape else Replicate()
-    return tuple(placement for _ in axes)
+def joint_axes(axes: Sequence[PlanAxis], mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
+    """Every two or more plan axes as one, where the mesh has a group in their order."""
+    found = []
+    for count in range(2, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            names = tuple(name for axis in chosen for name in axis.mesh_axes)
+            if names == tuple(sorted(names, key=mesh.spec.names.index)):
+                joint = mesh.plan_axis(names)
+                assert joint is not None
+                found.append(joint)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """What every axis is planned from."""
+
+    captured: CapturedGraph
+    placeholders: dict[fx.Node, GraphInput]
+    parameters: Mapping[str, ParameterPlacement]
+    rules: tuple[PlanRule, ...]
+    axes: tuple[PlanAxis, ...]
+    mesh: ParallelMesh
+    hardware: HardwareSpec
+    warn: Warn
 
 
 def make_plan(
     captured: CapturedGraph,
-    plan: str,
+    plan: str | PlanSpec,
     mesh: ParallelMesh,
-    warn: Callable[[str], None],
+    warn: Warn,
     hardware: HardwareSpec = GENERIC,
 ) -> ShardingPlan:
     """A placement for every node of ``captured``.
 
     Raises:
-        ConfigError: the plan leaves an axis idle.
+        ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
+        InfeasiblePlanError: something computes with a parameter that its rule cuts, but has no way to do it.
     """
-    axes = plan_axes(plan, mesh)
-    placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
-    storage = {
-        item.name: parameter_storage(plan, tuple(node.meta["val"].shape), axes)
-        for node, item in zip(placeholders, captured.inputs, strict=True)
-        if item.kind == "parameter"
-    }
-    solved = [_solve(captured, placeholders, axis, mesh, hardware, warn) for axis in axes]
+    spec, axes = PlanSpec.parse(plan), plan_axes(plan, mesh)
+    placeholders = dict(zip(captured.graph_module.graph.find_nodes(op="placeholder"), captured.inputs, strict=True))
+    shapes = {i.name: tuple(n.meta["val"].shape) for n, i in placeholders.items() if i.kind == "parameter"}
+    planning = _Planning(
+        captured=captured,
+        placeholders=placeholders,
+        parameters=place_parameters(spec, shapes, axes),
+        rules=spec.rules,
+        axes=axes,
+        mesh=mesh,
+        hardware=hardware,
+        warn=warn,
+    )
+    solved = _solve_axes(planning)
     return ShardingPlan(
-        name=plan,
+        name=spec.name,
         axes=axes,
         nodes=_combine(captured.graph_module.graph, solved),
-        parameters=storage,
-        outputs=_output_placements(captured, storage, solved, axes),
+        parameters={name: placement.storage for name, placement in planning.parameters.items()},
+        outputs=_output_placements(planning),
+        joint_axes=joint_axes(axes, mesh),
     )
 
 
-def _solve(
-    captured: CapturedGraph,
-    placeholders: list[fx.Node],
-    axis: PlanAxis,
-    mesh: ParallelMesh,
-    hardware: HardwareSpec,
-    warn: Callable[[str], None],
-) -> dict[fx.Node, Candidate]:
+def _solve_axes(planning: _Planning) -> list[Choices]:
+    """The choices on every plan axis.
+
+    The batch axes come first and as one: what they hold differently (parameters between steps) is no question of how
+    to compute. The others are planned into what that has cut.
+    """
+    axes = planning.axes
+    batch = [i for i, axis in enumerate(axes) if axis.shards_batch]
+    solved: dict[int, Choices] = {}
+    others = OtherAxes()
+    if batch:
+        joint = planning.mesh.plan_axis(tuple(name for i in batch for name in axes[i].mesh_axes))
+        assert joint is not None
+        choices = _solve(planning, joint, None, others)
+        solved.update(dict.fromkeys(batch, choices))
+        others.add(joint, choices)
+    for i, axis in enumerate(axes):
+        if i not in solved:
+            solved[i] = _solve(planning, axis, i, others)
+            others.add(axis, solved[i])
+    return [solved[i] for i in range(len(axes))]
+
+
+def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:
+    """The choices on one axis; ``position`` is its place among the plan axes, None for the batch axes together."""
     times: dict[tuple[Placement, Placement, int], float] = {}
 
     def edge_time_us(source: Placement, target: Placement, size_bytes: int) -> float:
         key = (source, target, size_bytes)
         if key not in times:
-            times[key] = redistribution_time_us(source, target, size_bytes, axis.size, hardware)
+            times[key] = redistribution_time_us(source, target, size_bytes, axis.size, planning.hardware)
         return times[key]
 
-    graph = captured.graph_module.graph
-    problem = AxisProblem(
-        graph=graph,
-        table=CandidateTable(axis.size, mesh.submesh(axis.mesh_axes), hardware, warn),
-        pins={node: _pin(item, captured) for node, item in zip(placeholders, captured.inputs, strict=True)},
-        sinks=[(node, _allowed(captured, index, axis)) for index, node in enumerate(output_nodes(graph))],
-        edge_time_us=edge_time_us,
-        whole=frozenset(
-            node for node, item in zip(placeholders, captured.inputs, strict=True) if item.kind == "parameter"
-        ),
+    graph = planning.captured.graph_module.graph
+    pins = {node: _pin(planning, item, axis, position) for node, item in planning.placeholders.items()}
+    if position is not None:
+        pins |= edge_pins(graph, planning.rules, axis)
+    return solve_axis(
+        AxisProblem(
+            graph=graph,
+            table=CandidateTable(axis, planning.mesh.submesh(axis.mesh_axes), planning.hardware, planning.warn),
+            pins=pins,
+            sinks=[(node, _allowed(planning, index, axis, position)) for index, node in enumerate(output_nodes(graph))],
+            edge_time_us=edge_time_us,
+            parameters=frozenset(n for n, item in planning.placeholders.items() if item.kind == "parameter"),
+            may_slice_vectors=position is not None,
+            reduced_late=late_reductions(planning.captured),
+            fits=others.fit(axis),
+            size_bytes=others.size_bytes,
+        )
     )
-    return solve_axis(problem)
 
 
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -111,13 +182,17 @@ def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     return list(output.args[0])  # type: ignore[arg-type]
 
 
-def _pin(item: GraphInput, captured: CapturedGraph) -> Placement:
+def _pin(planning: _Planning, item: GraphInput, axis: PlanAxis, position: int | None) -> Placement:
+    if item.kind == "parameter":
+        return Replicate() if position is None else planning.parameters[item.name].compute[position]
+    if not axis.shards_batch:
+        return Replicate()
     if item.kind == "batch" and item.batched:
         return Shard(0)
     if item.kind == "tangent":
         # The gradient of a result has the result's placement.
-        result = _result_value(captured, item.name)
-        return Shard(0) if _carries_batch(captured, result) else Replicate()
+        result = _result_value(planning.captured, item.name)
+        return Shard(0) if _carries_batch(planning.captured, result) else Replicate()
     return Replicate()
 
 
@@ -141,9 +216,14 @@ def _carries_batch(captured: CapturedGraph, value: Tensor) -> bool:
     return value.dim() > 0 and value.shape[0] == global_batch_size(captured)
 
 
-def _allowed(captured: CapturedGraph, index: int, axis: PlanAxis) -> tuple[Placement, ...]:
+def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | None) -> tuple[Placement, ...]:
     """Where output ``index`` may end: results keep their rows on the rank that owns them, everything else is whole."""
+    captured = planning.captured
     item, node = captured.outputs[index], output_nodes(captured.graph_module.graph)[index]
+    if item.kind == "gradient" and position is not None:
+        return (planning.parameters[item.name].compute[position],)
+    if not axis.shards_batch:
+        return (Replicate(),)
     if item.kind in ("output", "log") and _carries_batch(captured, node.meta["val"]):
         return (Shard(0),)
     if item.kind == "gradient":
@@ -151,22 +231,17 @@ def _allowed(captured: CapturedGraph, index: int, axis: PlanAxis) -> tuple[Place
     return (Replicate(),)
 
 
-def _output_placements(
-    captured: CapturedGraph,
-    storage: dict[str, Placements],
-    solved: list[dict[fx.Node, Candidate]],
-    axes: tuple[PlanAxis, ...],
-) -> tuple[Placements | None, ...]:
-    placements = []
-    for index, item in enumerate(captured.outputs):
+def _output_placements(planning: _Planning) -> tuple[Placements | None, ...]:
+    placements: list[Placements | None] = []
+    for index, item in enumerate(planning.captured.outputs):
         if item.kind == "gradient":
-            placements.append(storage[item.name])
+            placements.append(planning.parameters[item.name].storage)
         else:
-            placements.append(tuple(_allowed(captured, index, axis)[0] for axis in axes))
+            placements.append(tuple(_allowed(planning, index, axis, None)[0] for axis in planning.axes))
     return tuple(placements)
 
 
-def _combine(graph: fx.Graph, solved: list[dict[fx.Node, Candidate]]) -> dict[str, NodePlacement]:
+def _combine(graph: fx.Graph, solved: Sequence[Choices]) -> dict[str, NodePlacement]:
     """Node placements over all axes from the choices per axis."""
     nodes = {}
     for node in graph.nodes:

@@ -6,13 +6,16 @@ the all-replicated row is added by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from lightning_autoparallel.fx.placements import shard
+from lightning_autoparallel.torch_compat.sharding import StridedShard
 
 aten = torch.ops.aten
 
@@ -36,15 +39,21 @@ class OpCall:
 Row = tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]
 Rule = Callable[[OpCall], list[Row]]
 RULES: dict[Any, Rule] = {}
+STRIDED_ALREADY: set[Any] = set()
 
 
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for operators; each may have one only."""
+def rule(*ops: Any, strided_already: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operators; each may have one only.
+
+    Rows for strided shards are added by the caller, unless the rule gives those that hold itself.
+    """
 
     def register(function: Rule) -> Rule:
         for op in ops:
             assert op not in RULES, f"{op} has a rule already"
             RULES[op] = function
+            if strided_already:
+                STRIDED_ALREADY.add(op)
         return function
 
     return register
@@ -58,6 +67,27 @@ def same(placement: Placement, call: OpCall) -> Row:
 def along(call: OpCall, dims: Iterable[int]) -> list[Row]:
     """Rows in which every tensor is sharded on the same dim."""
     return [same(S(dim), call) for dim in dims]
+
+
+def with_strides(rows: Sequence[Row], split_factors: Sequence[int]) -> list[Row]:
+    """What holds for shards of a dim holds for strided shards of it, if all of the row are strided alike."""
+    result = list(rows)
+    for factor in split_factors:
+        if factor > 1:
+            result += [_strided(row, factor) for row in rows if not _has_strides(row)]
+    return result
+
+
+def _has_strides(row: Row) -> bool:
+    return any(isinstance(placement, StridedShard) for side in row for placement in side)
+
+
+def _strided(row: Row, factor: int) -> Row:
+    def convert(placement: Placement | None) -> Placement | None:
+        return shard(placement.dim, factor) if isinstance(placement, Shard) else placement
+
+    outputs, inputs = row
+    return tuple(map(convert, outputs)), tuple(map(convert, inputs))
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -134,32 +164,6 @@ def cpu_flash_attention_rule(call: OpCall) -> list[Row]:
         )
         for dim in (0, 1)
     ]
-
-
-@rule(aten.embedding_dense_backward.default)
-def embedding_dense_backward_rule(call: OpCall) -> list[Row]:
-    """Rows of any shard of the indices add up, unless scaled by counts of all; the embedding dim may be sharded."""
-    grad, indices = call.inputs
-    scaled_by_frequency = len(call.args) > 4 and call.args[4]
-    dims = range(0) if scaled_by_frequency else range(indices.dim())
-    rows: list[Row] = [((P,), (S(dim), S(dim))) for dim in dims]
-    return [*rows, ((S(1),), (S(grad.dim() - 1), R)), ((P,), (P, R))]
-
-
-@rule(aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
-def indexed_dim_rule(call: OpCall) -> list[Row]:
-    """Sharded on any dim but the indexed one where all tensors have the same size."""
-    first = call.inputs[0]
-    dim = call.args[1] % max(first.dim(), 1)
-    shared = [
-        d
-        for d in range(first.dim())
-        if d != dim and all(x.dim() == first.dim() and x.shape[d] == first.shape[d] for x in call.inputs)
-    ]
-    rows = along(call, shared)
-    if call.op is aten.gather.default:
-        rows.append(((P,), (P, R)))
-    return rows
 
 
 _SPATIAL_DIMS = {

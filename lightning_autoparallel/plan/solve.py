@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
 
@@ -22,9 +24,12 @@ EdgeTime = Callable[[Placement, Placement, int], float]  # (source, target, glob
 class AxisProblem:
     """One axis to plan.
 
-    ``pins`` fix placeholders, ``sinks`` are placements that outputs must end in (any of them). What depends on the
-    placeholders in ``whole`` only (parameters of a data-parallel plan) is computed replicated and never cut:
-    activations do not move because a weight could be sliced for nothing.
+    ``pins`` fix placeholders and marked values, ``sinks`` are placements that outputs must end in (any of them).
+    ``fits`` says whether a candidate goes together with what is planned on other axes, ``size_bytes`` how large a value
+    is that the other axes have cut.
+
+    What depends on the placeholders in ``parameters`` only stays as they lie: it is never gathered, and no matrix is
+    cut because slices are free. ``reduced_late`` are casts of gradients that are summed after them, in the wider type.
     """
 
     graph: fx.Graph
@@ -32,8 +37,18 @@ class AxisProblem:
     pins: Mapping[fx.Node, Placement]
     sinks: Sequence[tuple[fx.Node, tuple[Placement, ...]]]
     edge_time_us: EdgeTime
-    whole: frozenset[fx.Node] = frozenset()
+    parameters: frozenset[fx.Node] = frozenset()
+    may_slice_vectors: bool = False
+    reduced_late: frozenset[fx.Node] = frozenset()
+    fits: Callable[[fx.Node, Candidate], bool] = lambda node, candidate: True
+    size_bytes: Callable[[Producer], int] = lambda producer: _global_size_bytes(producer)
     max_sweeps: int = 8
+
+
+def _global_size_bytes(producer: Producer) -> int:
+    value = fxn.values(producer[0])[producer[1]]
+    assert value is not None
+    return fxn.size_bytes(value)
 
 
 @dataclass
@@ -47,7 +62,7 @@ class _State:
     choice: dict[fx.Node, Candidate] = field(default_factory=dict)
     wanted: dict[Producer, Counter[Placement]] = field(default_factory=dict)
     sinks: dict[Producer, list[tuple[Placement, ...]]] = field(default_factory=dict)
-    whole: set[fx.Node] = field(default_factory=set)
+    derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
 
 
 def producer_of(node: fx.Node) -> Producer:
@@ -77,7 +92,21 @@ def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
         changed = sum(_choose(state, node, forward_only=False) for node in order)
         if not changed and not _reduce_early(state, calls):
             break
+    _check_feasible(state, calls)
     return state.choice
+
+
+def _check_feasible(state: _State, calls: list[fx.Node]) -> None:
+    for node in calls:
+        if not math.isinf(_time_us(state, node, state.choice[node], forward_only=False, shared=False)):
+            continue
+        given = [state.choice[source].outputs[index] for source, index in state.arguments[node]]
+        module = fxn.custom(node, "module") or "the step itself"
+        raise InfeasiblePlanError(
+            f"{node.target} in {module}, {fxn.describe(node)}, cannot compute with inputs placed as "
+            f"{[None if p is None else placement_text(p) for p in given]} as the rules have them: parameters are never "
+            "gathered over an axis that a rule names; change the rules of its parameters"
+        )
 
 
 def _reduce_early(state: _State, calls: list[fx.Node]) -> bool:
@@ -136,36 +165,53 @@ def _is_partial(placement: Placement | None) -> bool:
 
 def _prepare(state: _State) -> list[fx.Node]:
     """Candidates and consumers of every call, in graph order; placeholders are chosen already."""
+    problem = state.problem
     calls = []
     factors: dict[fx.Node, tuple[int, ...]] = {}
     dependent: set[fx.Node] = set()
-    state.whole = set(state.problem.whole)
-    for node in state.problem.graph.nodes:
+    state.derived = set(problem.parameters)
+    for node in problem.graph.nodes:
         if node.op == "placeholder":
-            placement = state.problem.pins[node]
+            placement = problem.pins[node]
             state.choice[node] = Candidate(outputs=(placement,), inputs=(), time_us=0.0)
-            factors[node] = (1,)
+            factors[node] = (split_factor_of(placement),) if is_shard(placement) else (1,)
             if not placement.is_replicate():
                 dependent.add(node)
         elif node.op == "call_function" and not fxn.is_getitem(node):
             arguments = tuple(producer_of(argument) for argument in fxn.tensor_arguments(node))
             arriving = sorted({1, *(factor for source, _ in arguments for factor in factors[source])})
-            candidates = state.problem.table.of(node, tuple(arriving))
-            if arguments and all(source in state.whole for source, _ in arguments):
-                state.whole.add(node)
-                candidates = candidates[:1]
-            factors[node] = _factors(candidates)
             state.arguments[node] = arguments
+            if arguments and all(source in state.derived for source, _ in arguments):
+                state.derived.add(node)
+            candidates = state.candidates[node] = _candidates(state, node, tuple(arriving))
+            factors[node] = _factors(candidates)
             for position, producer in enumerate(arguments):
                 state.consumers.setdefault(producer, []).append((node, position))
-            state.candidates[node] = candidates
-            if any(source in dependent for source, _ in arguments):
+            if node in problem.pins or any(source in dependent for source, _ in arguments):
                 dependent.add(node)
+                if node in state.derived:
+                    _set(state, node, candidates[0])
             else:
                 # What does not depend on the batch starts replicated, whatever slicing it would save.
                 _set(state, node, candidates[0])
             calls.append(node)
     return calls
+
+
+def _candidates(state: _State, node: fx.Node, factors: tuple[int, ...]) -> tuple[Candidate, ...]:
+    pin = state.problem.pins.get(node)
+    candidates = tuple(c for c in state.problem.table.of(node, factors) if state.problem.fits(node, c))
+    if pin is not None:
+        return tuple(c for c in candidates if c.outputs == (pin,)) or (
+            Candidate(outputs=(pin,), inputs=(pin,), time_us=0.0),
+        )
+    if node not in state.derived:
+        return candidates
+    # Parameters lie as they lie: the chain after them follows.
+    following = [c for c in candidates if not math.isinf(_time_us(state, node, c, True, shared=False))]
+    if not following:
+        return candidates[:1]
+    return (min(following, key=lambda c: _time_us(state, node, c, True, shared=False)),)
 
 
 def _factors(candidates: tuple[Candidate, ...]) -> tuple[int, ...]:
@@ -213,7 +259,9 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
         others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
         if chosen is None or others.get(target):
             continue
-        if source in state.whole and not target.is_replicate():
+        if source in state.derived and not _parameter_may_move(state, (source, index), chosen, target):
+            return math.inf
+        if node in state.problem.reduced_late and chosen.is_partial() and not target.is_partial():
             return math.inf
         if forward_only and chosen.is_partial() and not (target.is_partial() or target.is_replicate()):
             # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
@@ -224,6 +272,14 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
             if placement is not None:
                 total += _output_time_us(state, (node, index), placement)
     return total
+
+
+def _parameter_may_move(state: _State, producer: Producer, chosen: Placement, target: Placement) -> bool:
+    if chosen == target or (chosen.is_partial() and target.is_replicate()):
+        return True
+    value = fxn.values(producer[0])[producer[1]]
+    is_vector = value is not None and value.dim() <= 1
+    return state.problem.may_slice_vectors and is_vector and chosen.is_replicate() and not target.is_partial()
 
 
 def _output_time_us(state: _State, producer: Producer, placement: Placement) -> float:
@@ -245,6 +301,6 @@ def _leaving(state: _State, producer: Producer, source: Placement, target: Place
 
 
 def _edge(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
-    value = fxn.values(producer[0])[producer[1]]
-    assert value is not None
-    return state.problem.edge_time_us(source, target, fxn.size_bytes(value))
+    if source == target:
+        return 0.0
+    return state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))

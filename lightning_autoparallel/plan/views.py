@@ -6,17 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
 
+from lightning_autoparallel.fx.placements import shard
 from lightning_autoparallel.plan.rules import OpCall, P, R, Row, S, rule, same
-from lightning_autoparallel.torch_compat.sharding import StridedShard
 
 aten = torch.ops.aten
-
-
-def shard(dim: int, split_factor: int = 1) -> Placement:
-    """``S(dim)``; strided when the dim's elements come in ``split_factor`` blocks of which each rank holds a part."""
-    return S(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
 
 
 def _mapped(call: OpCall, dims: Mapping[int, int]) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 c10d = torch.ops._c10d_functional
@@ -19,6 +20,11 @@ WAIT = c10d.wait_tensor.default
 def launched_collectives(group_name: str) -> int:
     """Collectives started so far on a process group, by its own sequence counter."""
     return int(_resolve_process_group(group_name)._get_sequence_number_for_group())  # type: ignore[attr-defined, arg-type]
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dims of several meshes of one root, on their process groups."""
+    return DeviceMesh._concatenate(meshes)
 
 
 def init_fake_world(world_size: int, rank: int = 0) -> None:

@@ -128,6 +128,18 @@ ATTENTION = [
 ]
 
 INDEXED = [
+    call(aten.embedding.default, x(8, 4), integers(8, 4, 8)),
+    call(aten.embedding_dense_backward.default, x(4, 8, 4), integers(8, 4, 8), 8, -1, False),
+    call(aten.embedding_dense_backward.default, x(4, 8, 4), integers(8, 4, 8), 8, 3, False),
+    call(aten._log_softmax.default, x(4, 8), -1, False),
+    call(aten._log_softmax.default, x(4, 8, 4), 1, False),
+    call(aten._log_softmax_backward_data.default, x(4, 8), x(4, 8).log_softmax(1), 1, torch.float32),
+    call(aten.gather.default, x(4, 8), 1, integers(8, 4, 1)),
+    call(aten.scatter.value, x(4, 8), 1, integers(8, 4, 1), 2.5),
+    call(aten.einsum.default, "abk,nk->abn", [x(4, 8, 12), x(16, 12)]),
+    call(aten.einsum.default, "abn,nk->abk", [x(4, 8, 12), x(12, 16)]),
+    call(aten.einsum.default, "abn,abk->nk", [x(4, 8, 12), x(4, 8, 16)]),
+    call(aten.einsum.default, "abk,abn->nk", [x(4, 8, 12), x(4, 8, 16)]),
     call(aten.embedding_dense_backward.default, x(4, 8, 4), integers(6, 4, 8), 6, -1, False),
     call(aten.embedding_dense_backward.default, x(4, 8, 4), integers(6, 4, 8), 6, 2, False),
     call(aten.embedding_dense_backward.default, x(4, 8, 4), integers(3, 4, 8), 6, -1, True),

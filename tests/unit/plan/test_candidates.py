@@ -12,7 +12,7 @@ from lightning_autoparallel.plan import candidates as module
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 from tests.placements import P, R, S
-from tests.simulate import node_of
+from tests.simulate import axis_of, node_of
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def table(fake_mesh):
 
     def make(size: int = 2) -> CandidateTable:
         mesh = fake_mesh(dp_shard=size)
-        return CandidateTable(size, mesh.submesh(("dp_shard",)), GENERIC, warnings.append)
+        return CandidateTable(axis_of(size), mesh.submesh(("dp_shard",)), GENERIC, warnings.append)
 
     make.warnings = warnings
     return make

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.plan import make_plan
-from lightning_autoparallel.plan.named import parameter_storage, plan_axes
+from lightning_autoparallel.plan.named import plan_axes
+from lightning_autoparallel.plan.storage import place_parameters
 from tests.placements import P, R, S
 from tests.unit._graphs import captured
 
@@ -53,7 +55,8 @@ def test_an_idle_axis_is_refused(fake_mesh):
 )
 def test_storage(fake_mesh, plan: str, shape, expected):
     axes = plan_axes(plan, fake_mesh(dp_shard=2))
-    assert parameter_storage(plan, shape, axes) == (expected,)
+    placed = place_parameters(PlanSpec.parse(plan), {"p": shape}, axes)["p"]
+    assert placed.storage == (expected,) and placed.compute == (R,)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

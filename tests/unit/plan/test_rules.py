@@ -10,7 +10,7 @@ from lightning_autoparallel.cost.hardware import GENERIC
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.plan.rules import RULES, P, R, S, rule
-from tests.simulate import node_of, recombined, run_on_ranks
+from tests.simulate import axis_of, node_of, recombined, run_on_ranks
 from tests.unit.plan.samples import SAMPLES, Sample
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def refuse(message: str) -> None:
 
 def rows_of(sample: Sample, size: int, factors: tuple[int, ...] = (1, 2)):
     node = node_of(sample.op, sample.args, sample.kwargs)
-    return node, CandidateTable(size, None, GENERIC, refuse).of(node, factors)
+    return node, CandidateTable(axis_of(size), None, GENERIC, refuse).of(node, factors)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -82,7 +82,10 @@ def test_an_operator_takes_one_rule_only():
 def test_a_wrong_row_is_seen():
     """The check itself: a shard of the summed dim that claims to be the whole sum must not pass."""
     node, (replicated, *_) = rows_of(Sample(op=aten.sum.dim_IntList, args=(torch.randn(4, 8), [1])), 2)
-    wrong = type(replicated)(outputs=(S(0),), inputs=(S(1),), time_us=0.0)
+    wrong = type(replicated)(outputs=(R,), inputs=(S(1),), time_us=0.0)
+    with pytest.raises(AssertionError, match="replicas differ"):
+        recombined(run_on_ranks(node, wrong, 2), node, wrong)
+    wrong = type(replicated)(outputs=(P,), inputs=(R,), time_us=0.0)
     together, alone = recombined(run_on_ranks(node, wrong, 2), node, wrong)[0]
-    assert together.shape != alone.shape or not torch.allclose(together, alone)
+    assert not torch.allclose(together, alone)
     assert [value.shape for value in fxn.values(node)] == [alone.shape]

@@ -8,7 +8,7 @@ import torch
 from lightning_autoparallel.cost.hardware import GENERIC
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.plan.rules import RULES
-from tests.simulate import node_of, recombined, run_on_ranks
+from tests.simulate import axis_of, node_of, recombined, run_on_ranks
 from tests.unit.plan.samples import Sample, call, integers, x
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def test_every_row_computes_what_one_device_does(fake_mesh, sample: Sample, size
     node = node_of(sample.op, sample.args, sample.kwargs)
     mesh = fake_mesh(dp_shard=size).submesh(("dp_shard",))
     wrong = []
-    for row in CandidateTable(size, mesh, GENERIC, lambda message: None).of(node, (1, 2)):
+    for row in CandidateTable(axis_of(size), mesh, GENERIC, lambda message: None).of(node, (1, 2)):
         try:
             for together, alone in recombined(run_on_ranks(node, row, size), node, row):
                 torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
