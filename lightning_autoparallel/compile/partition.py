@@ -15,7 +15,7 @@ def partition_graph(sharded: ShardedGraph, reshard_after_forward: bool = True) -
     """Split ``sharded`` in two; without a backward the forward is the whole graph.
 
     The backward recomputes free views, the user's checkpoint regions and, with ``reshard_after_forward``, every
-    parameter gather with the whole chain after it, so that nothing that holds gathered data is saved. Random draws are
+    parameter gather with the whole chain before and after it, so that nothing that holds gathered data is saved. Random draws are
     never repeated.
     """
     if not sharded.has_backward:
@@ -82,13 +82,16 @@ class _Partition:
         inputs = zip(self._placeholders, self._sharded.inputs, strict=True)
         origin = parameter_of(self._sharded.graph_module.graph, {n for n, item in inputs if item.kind == "parameter"})
         gathered: set[fx.Node] = set()
+        leading: set[fx.Node] = set()  # casts and copies of shards, on their way into a gather
         for node in self._nodes:
-            if node in origin and (
-                fxn.collective_kind(node) == "all_gather"
-                or any(argument in gathered for argument in node.all_input_nodes)
-            ):
+            if node not in origin:
+                continue
+            if fxn.collective_kind(node) == "all_gather":
+                leading |= _ancestors(node.all_input_nodes)
                 gathered.add(node)
-        return gathered & self._forward
+            elif any(argument in gathered for argument in node.all_input_nodes):
+                gathered.add(node)
+        return (gathered | (leading - set(self._placeholders))) & self._forward
 
     def split(self) -> PartitionedGraph:
         """The two graphs; the forward returns its results, then the saved values that are not inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
@@ -10,7 +11,10 @@ from lightning_autoparallel.passes.sink_waits import sink_waits
 
 def joint_passes() -> tuple[GraphPass, ...]:
     """The passes over the joint graph, before it is partitioned."""
-    return (GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),)
+    return (
+        GraphPass(name="cast_before_gather", run=cast_before_gather),
+        GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),
+    )
 
 
 def split_passes() -> tuple[GraphPass, ...]:
