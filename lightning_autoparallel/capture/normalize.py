@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.capture.edges import EdgeAliases, is_edge
+from lightning_autoparallel.capture.products import unflatten_products
 
 aten = torch.ops.aten
 
@@ -43,6 +44,7 @@ def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
             results = [env[item] for item in _flat(node.args[0]) if item is not None]
             graph.output(results)
     graph.eliminate_dead_code()
+    unflatten_products(graph)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph), constants
 
