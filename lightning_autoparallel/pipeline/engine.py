@@ -19,6 +19,7 @@ from lightning_autoparallel.capture import (
     StepRequest,
     TensorSpec,
     Watcher,
+    check_edges,
     describe_batch,
     flatten_batch,
 )
@@ -223,6 +224,7 @@ class StepEngine:
             training=call.training,
             loss_leaf=call.loss_leaf,
             notice=self.context.warn,
+            edges=self._edges(),
         )
         step = build_step(request, self.context)
         self.reports[call.name] = step.report
@@ -230,6 +232,18 @@ class StepEngine:
         names = list(request.parameters)
         return _Variant(
             step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
+        )
+
+    def _edges(self) -> tuple[tuple[str, str], ...]:
+        """Where rules pin values at the edges of modules, on axes that the mesh has."""
+        plan, mesh = self.context.config.plan, self.context.mesh
+        edges = tuple((rule.kind, rule.pattern) for rule in plan.rules if rule.kind != "parameter")
+        check_edges(self.module, edges)
+        active = mesh.active(mesh.spec.names)
+        return tuple(
+            (rule.kind, rule.pattern)
+            for rule in plan.rules
+            if rule.kind != "parameter" and any(axis in active for axis, _ in rule.placements)
         )
 
     def _layout_of(self, name: str) -> ParameterLayout | None:

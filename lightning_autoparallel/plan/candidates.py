@@ -44,14 +44,21 @@ class CandidateTable:
         self._cache: dict[Any, tuple[Candidate, ...]] = {}
         self._warned: set[Any] = set()
 
-    def of(self, node: fx.Node, split_factors: tuple[int, ...]) -> tuple[Candidate, ...]:
-        """The candidates of a call, the replicated one first."""
-        key = _key(node, split_factors)
+    def of(
+        self, node: fx.Node, split_factors: tuple[int, ...], cut_already: tuple[int, ...] = ()
+    ) -> tuple[Candidate, ...]:
+        """The candidates of a call, the replicated one first.
+
+        ``cut_already`` says into how many parts other axes have cut each output, then each tensor argument.
+        """
+        key = (_key(node, split_factors), cut_already)
         if key not in self._cache:
-            self._cache[key] = self._make(node, split_factors)
+            self._cache[key] = self._make(node, split_factors, cut_already)
         return self._cache[key]
 
-    def _make(self, node: fx.Node, split_factors: tuple[int, ...]) -> tuple[Candidate, ...]:
+    def _make(
+        self, node: fx.Node, split_factors: tuple[int, ...], cut_already: tuple[int, ...]
+    ) -> tuple[Candidate, ...]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         inputs = tuple(argument.meta["val"] for argument in fxn.tensor_arguments(node))
         call = OpCall(
@@ -64,7 +71,8 @@ class CandidateTable:
         )
         rows = [same(Replicate(), call), *self._rows(node, call)]
         kept = dict.fromkeys(row for row in rows if self._fits(row, call))
-        return tuple(self._candidate(row, call, node.meta["val"]) for row in kept)
+        before = cut_already or (1,) * (len(call.outputs) + len(call.inputs))
+        return tuple(self._candidate(row, call, node.meta["val"], before) for row in kept)
 
     def _rows(self, node: fx.Node, call: OpCall) -> list[Row]:
         if fxn.is_random(node) and not self._axis.shards_batch and isinstance(node.meta["val"], tuple):
@@ -112,17 +120,17 @@ class CandidateTable:
         size = tensor.shape[placement.dim]
         return size > 0 and size % (self._size * split_factor_of(placement)) == 0
 
-    def _candidate(self, row: Row, call: OpCall, result: Any) -> Candidate:
+    def _candidate(self, row: Row, call: OpCall, result: Any, before: tuple[int, ...]) -> Candidate:
         outputs, inputs = row
-        shards = [self._shards(placement) for placement in (*outputs, *inputs)]
-        sharded = any(count > 1 for count in shards)
+        mine = [self._shards(placement) for placement in (*outputs, *inputs)]
+        shards = [count * other for count, other in zip(mine, before, strict=True)]
         time_us = operator_time_us(
             call.op,
             call.args,
             call.kwargs,
             result,
             local_size_bytes(_touched(call), shards),
-            1 / self._size if sharded else 1.0,
+            1 / (max(mine, default=1) * max(before, default=1)),
             self._hardware,
         )
         return Candidate(outputs=outputs, inputs=inputs, time_us=time_us)  # type: ignore[arg-type]

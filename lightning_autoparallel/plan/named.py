@@ -168,8 +168,9 @@ def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: Ot
             sinks=[(node, _allowed(planning, index, axis, position)) for index, node in enumerate(output_nodes(graph))],
             edge_time_us=edge_time_us,
             parameters=frozenset(n for n, item in planning.placeholders.items() if item.kind == "parameter"),
-            may_slice_vectors=position is not None,
+            is_batch_axis=position is None,
             reduced_late=late_reductions(planning.captured),
+            cut_already=others.cuts,
             fits=others.fit(axis),
             size_bytes=others.size_bytes,
         )

@@ -40,6 +40,15 @@ class OtherAxes:
 
         return fits
 
+    def cuts(self, node: fx.Node) -> tuple[int, ...]:
+        """Into how many parts each output of a call, then each tensor argument is cut; empty without other axes."""
+        counts: tuple[int, ...] = ()
+        for axis, choices in self._solved:
+            placements = (*choices[node].outputs, *choices[node].inputs)
+            mine = tuple(axis.size if is_shard(placement) else 1 for placement in placements)
+            counts = tuple(a * b for a, b in zip(counts, mine, strict=True)) if counts else mine
+        return counts
+
     def size_bytes(self, producer: Producer) -> int:
         """Bytes of a value that the other axes have cut."""
         node, index = producer

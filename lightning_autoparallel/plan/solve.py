@@ -25,8 +25,8 @@ class AxisProblem:
     """One axis to plan.
 
     ``pins`` fix placeholders and marked values, ``sinks`` are placements that outputs must end in (any of them).
-    ``fits`` says whether a candidate goes together with what is planned on other axes, ``size_bytes`` how large a value
-    is that the other axes have cut.
+    ``fits`` says whether a candidate goes together with what is planned on other axes, ``cut_already`` into how many
+    parts those cut outputs and arguments, ``size_bytes`` how large a value is then.
 
     What depends on the placeholders in ``parameters`` only stays as they lie: it is never gathered, and no matrix is
     cut because slices are free. ``reduced_late`` are casts of gradients that are summed after them, in the wider type.
@@ -38,8 +38,9 @@ class AxisProblem:
     sinks: Sequence[tuple[fx.Node, tuple[Placement, ...]]]
     edge_time_us: EdgeTime
     parameters: frozenset[fx.Node] = frozenset()
-    may_slice_vectors: bool = False
+    is_batch_axis: bool = True
     reduced_late: frozenset[fx.Node] = frozenset()
+    cut_already: Callable[[fx.Node], tuple[int, ...]] = lambda node: ()
     fits: Callable[[fx.Node, Candidate], bool] = lambda node, candidate: True
     size_bytes: Callable[[Producer], int] = lambda producer: _global_size_bytes(producer)
     max_sweeps: int = 8
@@ -200,7 +201,9 @@ def _prepare(state: _State) -> list[fx.Node]:
 
 def _candidates(state: _State, node: fx.Node, factors: tuple[int, ...]) -> tuple[Candidate, ...]:
     pin = state.problem.pins.get(node)
-    candidates = tuple(c for c in state.problem.table.of(node, factors) if state.problem.fits(node, c))
+    problem = state.problem
+    known = problem.table.of(node, factors, problem.cut_already(node))
+    candidates = tuple(candidate for candidate in known if problem.fits(node, candidate))
     if pin is not None:
         return tuple(c for c in candidates if c.outputs == (pin,)) or (
             Candidate(outputs=(pin,), inputs=(pin,), time_us=0.0),
@@ -263,7 +266,8 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
             return math.inf
         if node in state.problem.reduced_late and chosen.is_partial() and not target.is_partial():
             return math.inf
-        if forward_only and chosen.is_partial() and not (target.is_partial() or target.is_replicate()):
+        scatters = chosen.is_partial() and not (target.is_partial() or target.is_replicate())
+        if forward_only and scatters and state.problem.is_batch_axis:
             # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
             return math.inf
         total += _edge(state, (source, index), chosen, target)
@@ -279,7 +283,7 @@ def _parameter_may_move(state: _State, producer: Producer, chosen: Placement, ta
         return True
     value = fxn.values(producer[0])[producer[1]]
     is_vector = value is not None and value.dim() <= 1
-    return state.problem.may_slice_vectors and is_vector and chosen.is_replicate() and not target.is_partial()
+    return not state.problem.is_batch_axis and is_vector and chosen.is_replicate() and not target.is_partial()
 
 
 def _output_time_us(state: _State, producer: Producer, placement: Placement) -> float:
