@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.capture.edges import EdgeAliases, is_edge
 from lightning_autoparallel.capture.products import unflatten_products
+from lightning_autoparallel.torch_compat.tracing import lazy_graph_module
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
     graph.eliminate_dead_code()
     unflatten_products(graph)
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph), constants
+    return lazy_graph_module(graph), constants
 
 
 def _flat(value: Any) -> list[Any]:

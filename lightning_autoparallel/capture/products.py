@@ -21,6 +21,7 @@ from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 aten = torch.ops.aten
 
 _SWAPS = {aten.t.default, aten.transpose.int, aten.permute.default}
+_REWRITTEN = {*_SWAPS, aten.view.default, aten.mm.default, aten.addmm.default, aten.sum.dim_IntList}
 
 
 def unflatten_products(graph: fx.Graph) -> None:
@@ -29,18 +30,24 @@ def unflatten_products(graph: fx.Graph) -> None:
     Transposes of transposes and views of views go on the way, so that no 2-D view stays around a rewritten product.
     """
     _each(graph, _drop_transpose)
-    graph.eliminate_dead_code()  # a transpose without users would look like one that wants the product transposed
+    _erase_unused(graph)  # a transpose without users would look like one that wants the product transposed
     _each(graph, _rewrite_product)
     _each(graph, _rewrite_sum)
-    graph.eliminate_dead_code()
+    _erase_unused(graph)
     _each(graph, _shorten_view)
-    graph.eliminate_dead_code()
+    _erase_unused(graph)
 
 
 def _each(graph: fx.Graph, rewrite: Callable[[fx.Node], None]) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function":
             rewrite(node)
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and node.target in _REWRITTEN:
+            graph.erase_node(node)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

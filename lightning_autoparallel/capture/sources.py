@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ _LIBRARIES = tuple(
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 
 
+@functools.cache  # asked of every frame of every traced call
 def is_user_file(filename: str) -> bool:
     """Whether a file is the user's (or a model library's), not torch's, Lightning's, Python's or the engine's."""
     if filename.startswith(_PACKAGE):
@@ -38,8 +41,9 @@ def user_line(frame: FrameType | None = None) -> str:
     """``model.py:88`` of the innermost user frame, or ``"?"``."""
     current: FrameType | None = frame or sys._getframe(1)
     while current is not None:
-        if is_user_file(current.f_code.co_filename):
-            return f"{Path(current.f_code.co_filename).name}:{current.f_lineno}"
+        filename = current.f_code.co_filename
+        if is_user_file(filename):
+            return f"{os.path.basename(filename)}:{current.f_lineno}"
         current = current.f_back
     return "?"
 

@@ -22,6 +22,7 @@ from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regio
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
     JointExport,
+    collection_paused,
     export_joint,
     fake_tensor_like,
     fake_tracing,
@@ -137,6 +138,11 @@ def capture_step(request: StepRequest) -> CapturedGraph:
         CaptureError: the step reads a tensor's value, makes a shape that depends on values, or has no loss; the message
             names the user's line.
     """
+    with collection_paused():
+        return _capture(request)
+
+
+def _capture(request: StepRequest) -> CapturedGraph:
     step = _Step(request)
     with fake_tracing(), _step_contexts(request), _explained(request):
         arguments = _fake_arguments(request)

@@ -33,9 +33,11 @@ class KnownConstants:
 
     def observe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what ``result`` is, if everything that went into it is known."""
+        mutates = _mutates(function, kwargs)
+        if args and not mutates and isinstance(args[0], Tensor) and self._value(args[0]) is None:
+            return  # most calls end here
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         known = [self._value(tensor) for tensor in tensors]
-        mutates = _mutates(function, kwargs)
         if any(value is None for value in known):
             if mutates:
                 self._changed.update(value.untyped_storage().data_ptr() for value in known if value is not None)

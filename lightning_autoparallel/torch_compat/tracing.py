@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
 
@@ -40,10 +42,12 @@ __all__ = [
     "JointExport",
     "active_fake_mode",
     "annotate_nodes",
+    "collection_paused",
     "export_joint",
     "fake_mode_of",
     "fake_tensor_like",
     "fake_tracing",
+    "lazy_graph_module",
     "pretend_compiling",
     "record_frames",
     "unset_fake_temporarily",
@@ -98,7 +102,7 @@ def export_joint(
 
     The module is run more than once; its Python effects are the caller's to handle.
     """
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _use_lazy_graph_module(True):
         exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
         graph_module = exported.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -108,6 +112,24 @@ def export_joint(
     pairs = zip(output.args[0], output.meta["desc"], strict=True)
     outputs = tuple(None if value is None else _output_position(desc) for value, desc in pairs)
     return JointExport(graph_module=graph_module, inputs=inputs, outputs=outputs, output_spec=exported.out_spec)
+
+
+def lazy_graph_module(graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs ``graph``; its Python code is written when it is first called."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(nn.Module(), graph)
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """No cyclic garbage collection inside: tracing only ever adds objects, and each collection visits all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _input_position(desc: object) -> tuple[str, int]:
