@@ -1,0 +1,129 @@
+"""Options of the Trainer that decide how much of an epoch runs, and when the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from tests.distributed.jobs import MESH, Net, Outcome, assert_equals_one_device, train
+from tests.worlds import Worlds
+
+
+class Counts(Callback):
+    """How many batches and optimizer steps ran, and the validation losses."""
+
+    def __init__(self) -> None:
+        self.training = self.validation = self.optimizer = 0
+
+    def on_train_batch_end(self, *args):
+        self.training += 1
+
+    def on_validation_batch_end(self, *args):
+        self.validation += 1
+
+    def on_before_optimizer_step(self, *args):
+        self.optimizer += 1
+
+
+class Counted(Net):
+    """Ten batches to train and to validate on, parameters and loss logged."""
+
+    steps, epochs = 10, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+    def val_dataloader(self) -> DataLoader:
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        return self.loader(*((0, 1) if mesh is None else (mesh.data_parallel_rank, mesh.data_parallel_size)))
+
+    def callbacks(self) -> list[Callback]:
+        return [self.counts]
+
+    def extra(self) -> Any:
+        return self.counts.training, self.counts.validation, self.counts.optimizer
+
+
+class Accumulates(Counted):
+    """Windows of four in epochs of ten: the last window of each is of two."""
+
+    trainer_options: ClassVar[Mapping[str, Any]] = {"accumulate_grad_batches": 4}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-4)
+
+
+class AccumulatesReplicated(Accumulates):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
+
+
+class FastDevRun(Counted):
+    trainer_options: ClassVar[Mapping[str, Any]] = {"fast_dev_run": True}
+
+
+class Limited(Counted):
+    trainer_options: ClassVar[Mapping[str, Any]] = {"limit_train_batches": 3, "limit_val_batches": 2}
+
+
+class LimitedByFraction(Counted):
+    trainer_options: ClassVar[Mapping[str, Any]] = {"limit_train_batches": 0.5, "limit_val_batches": 0.2}
+
+
+class NotValidated(Counted):
+    trainer_options: ClassVar[Mapping[str, Any]] = {"limit_train_batches": 1.0, "limit_val_batches": 0}
+
+
+class NotTrained(Counted):
+    trainer_options: ClassVar[Mapping[str, Any]] = {"limit_train_batches": 0}
+
+
+def compared(kind: type[Net], worlds: Worlds, mesh: Mapping[str, int] = MESH) -> Outcome:
+    """What one device gave, which the ranks of a world gave too."""
+    expected = train(kind, None)
+    world = 2 if mesh is MESH else 4
+    outcomes = worlds(world).run(train, kind, mesh, world)
+    assert_equals_one_device(outcomes, expected)
+    for outcome in outcomes:
+        assert outcome.extra == expected.extra
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        (Accumulates, MESH),
+        (Accumulates, {"dp_replicate": 2, "dp_shard": 2}),
+        (AccumulatesReplicated, MESH),
+    ],
+)
+def test_gradients_are_accumulated(kind, mesh, worlds: Worlds) -> None:
+    expected = compared(kind, worlds, mesh)
+    assert expected.extra == (20, 20, 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        (FastDevRun, (1, 1, 1)),
+        (Limited, (6, 4, 6)),
+        (LimitedByFraction, (10, 4, 10)),
+        (NotValidated, (20, 0, 20)),
+        (NotTrained, (0, 0, 0)),
+    ],
+)
+def test_as_many_batches_run_as_on_one_device(kind, counts: tuple[int, int, int], worlds: Worlds) -> None:
+    assert compared(kind, worlds).extra == counts
