@@ -7,6 +7,10 @@ from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.pipeline import parallelize
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
+# Imported last: the name now means the function, and no longer the package of the planning stage, which is imported as
+# `from lightning_autoparallel.plan import ...` all the same.
+from lightning_autoparallel.strategy.planning import plan
+
 __all__ = [
     "AutoParallelStrategy",
     "CollectiveMonitor",
@@ -14,6 +18,7 @@ __all__ = [
     "PeakMemoryMonitor",
     "PlanReportCallback",
     "parallelize",
+    "plan",
 ]
 
 if "autoparallel" not in StrategyRegistry:

@@ -10,6 +10,11 @@ from typing import Any
 from torch import fx
 
 
+def to_json(value: Mapping[str, Any]) -> str:
+    """The text of a JSON file."""
+    return json.dumps(value, indent=2) + "\n"
+
+
 class ArtifactWriter:
     """Writes under ``directory``, or nowhere when that is None."""
 
@@ -31,4 +36,4 @@ class ArtifactWriter:
     def record(self, name: str, value: Mapping[str, Any]) -> None:
         """Write numbers, strings, lists and mappings as JSON."""
         if self._directory is not None:
-            self.text(f"{name}.json", json.dumps(value, indent=2) + "\n")
+            self.text(f"{name}.json", to_json(value))

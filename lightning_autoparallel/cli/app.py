@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
@@ -14,6 +14,8 @@ from lightning_autoparallel.cli.parser import (
     AutoParallelArgumentParser,
     RecipeConfigFile,
 )
+from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
+from lightning_autoparallel.strategy.planning import PlanningStrategy, on_meta, planning_trainer
 
 
 class AutoParallelCLI(LightningCLI):
@@ -26,7 +28,7 @@ class AutoParallelCLI(LightningCLI):
     """
 
     def __init__(
-        self, strategy_class: type[Strategy], trainer_class: type[Trainer] = Trainer, args: ArgsType = None
+        self, strategy_class: type[Strategy], trainer_class: type[Trainer] = CommandTrainer, args: ArgsType = None
     ) -> None:
         self.strategy_class = strategy_class
         options = {"parser_mode": "omegaconf", "usage": "%(prog)s [--config RECIPE_OR_FILE] [--SECTION.KEY VALUE ...]"}
@@ -56,7 +58,59 @@ class AutoParallelCLI(LightningCLI):
         parser.add_class_arguments(self.strategy_class, "strategy")
         parser.link_arguments("strategy", LINKED_KEY, apply_on="instantiate")
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's subcommands and this package's, each with the arguments that are not options."""
+        return {**LightningCLI.subcommands(), PLAN: {"model", "datamodule", "output", "options"}}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == PLAN:
+            self._subcommand_method_arguments[PLAN] += add_plan_arguments(parser)
+        return parser
+
     def before_instantiate_classes(self) -> None:
-        """Refuse a Trainer strategy from a config file, which the link would overwrite in silence."""
-        if self._get(self.config, "trainer").get("strategy") not in (None, "auto"):
+        """Refuse a Trainer strategy from a config file, which the link would overwrite in silence.
+
+        Planning needs no loggers and callbacks, so they are not even made: some talk to a server at once.
+        """
+        trainer = self._get(self.config, "trainer")
+        if trainer.get("strategy") not in (None, "auto"):
             self._parser(self.subcommand).error(USE_STRATEGY_SECTION)
+        if self.subcommand == PLAN:
+            for key in ("logger", "callbacks", "profiler", "plugins"):
+                trainer[key] = None
+
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()
+        if self.subcommand == PLAN:
+            self.parser.add_instantiator(_built_on_meta, LightningModule, prepend=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer of the recipe; for ``plan`` one that only plans.
+
+        Raises:
+            ConfigError: the world size does not fit the mesh.
+        """
+        if self.subcommand != PLAN:
+            return super().instantiate_trainer(**kwargs)
+        given = self._get(self.config_init, "trainer")
+        strategy = PlanningStrategy(
+            world_size=self._get(self.config_init, "world_size"),
+            ranks_per_node=self._get(self.config_init, "ranks_per_node"),
+            inference=self._get(self.config_init, "inference"),
+            **self._strategy_options(),
+        )
+        return planning_trainer(strategy, {**given, **kwargs}, self.trainer_class)
+
+    def _strategy_options(self) -> dict[str, Any]:
+        options = self._get(self.config, "strategy").as_dict()
+        dump = self._get(self.config, "dump")
+        return options if dump is None else {**options, "dump_dir": dump}
+
+
+def _built_on_meta(class_type: type[LightningModule], *args: Any, **kwargs: Any) -> LightningModule:
+    """What jsonargparse calls for a model that is planned only; its place in Lightning's hparams is not needed."""
+    kwargs.pop("applied_instantiation_links", None)
+    with on_meta(class_type.__name__):
+        return class_type(*args, **kwargs)

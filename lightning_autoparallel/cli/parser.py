@@ -23,6 +23,7 @@ USE_STRATEGY_SECTION = (
 CONFIG_AFTER_SUBCOMMAND = "\nGive --config after the subcommand: `lightning-autoparallel fit --config RECIPE`"
 WRONG_TIME = 'form "h:m:s"'
 QUOTE_TIMES = '\nIn YAML a time stands in quotes, as in `timeout: "1:30:00"`: without them it is read as a number'
+NO_WORLD_SIZE = "\nGive the number of ranks to plan for: `lightning-autoparallel plan --config RECIPE --world-size 64`"
 MIN_SIMILARITY = 0.6
 
 # How jsonargparse and argparse name an unknown key; the tests fail when a new version words it otherwise.
@@ -63,6 +64,8 @@ def explain(message: str, known: Iterable[str]) -> str:
         return message
     if LINKED_KEY in message:
         return USE_STRATEGY_SECTION
+    if "plan.world_size" in message:
+        return message + NO_WORLD_SIZE
     if WRONG_TIME in message:
         return message + QUOTE_TIMES
     found = UNKNOWN_KEY.search(message)

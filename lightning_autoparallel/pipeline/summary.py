@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.contracts import (
     CapturedGraph,
@@ -103,7 +104,12 @@ def _gradients(partitioned: PartitionedGraph) -> dict[str, int]:
 def _placements(plan: ShardingPlan, name: str) -> dict[str, str]:
     """Mesh axes (joined by a comma where a plan treats several as one) to ``R`` or ``S(dim)``."""
     pairs = zip(plan.axes, plan.parameters[name], strict=True)
-    return {axis.name: f"S({p.dim})" if p.is_shard() else "R" for axis, p in pairs}  # type: ignore[attr-defined]
+    return {axis.name: "R" if placement.is_replicate() else f"S({_dim(placement)})" for axis, placement in pairs}
+
+
+def _dim(placement: Placement) -> int:
+    # Strided shards are cut along a dim too, after another axis has cut it, and are no Shard to torch.
+    return placement.dim  # type: ignore[attr-defined]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

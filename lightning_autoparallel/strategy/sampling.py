@@ -51,7 +51,17 @@ def sample_training_batch(trainer: Trainer) -> tuple[bool, Any]:
     An iterator that hands out each batch once is left alone: its first real batch will do.
     """
     trainer.fit_loop.setup_data()
-    loaders = trainer.train_dataloader
+    return _sample(trainer, trainer.train_dataloader)
+
+
+def sample_validation_batch(trainer: Trainer) -> tuple[bool, Any]:
+    """The first batch of the first dataloader as ``validation_step`` will see it, and whether there is one."""
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    loaders = trainer.val_dataloaders
+    return _sample(trainer, loaders[0] if isinstance(loaders, list) and loaders else loaders)
+
+
+def _sample(trainer: Trainer, loaders: Any) -> tuple[bool, Any]:
     if loaders is None:
         return False, None
     leaves: list[Any] = []

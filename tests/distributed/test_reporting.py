@@ -9,10 +9,13 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_autoparallel import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback
+from lightning_autoparallel import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback, plan
 from tests.distributed.jobs import MESH, Net, Outcome, train
+from tests.numerics.training import local_rows
 from tests.worlds import Worlds
 
+# what planning without a world must say too
+PLANNED = ("plan", "mesh", "forward", "backward", "parameters_bytes", "gradients_bytes", "parameters")
 STAGES = ("capture", "plan", "apply", "passes", "compile")
 
 
@@ -55,6 +58,16 @@ def run(directory: str) -> tuple[Outcome, list[str]]:
         logger.removeHandler(told)
 
 
+def planned_alone() -> dict[str, Any]:
+    """What `plan` says of the same training, in this process."""
+    (batch, *_) = Reported().batches()
+    report = json.loads(json.dumps(plan(Reported(), local_rows(batch, 0, 2), MESH, world_size=2).as_json()))
+    for parameter in report["parameters"].values():
+        assert parameter["optimizer_bytes"] == 0  # plain SGD keeps nothing
+        parameter["optimizer_bytes"] = None  # as training reports it, which does not ask the optimizer
+    return {key: report[key] for key in PLANNED}
+
+
 def test_everything_is_reported(worlds: Worlds, tmp_path: Path):
     (first, told), (second, told_there) = worlds(2).run(run, str(tmp_path))
     assert first.extra == second.extra == ("dp_shard", "2")
@@ -67,10 +80,10 @@ def test_everything_is_reported(worlds: Worlds, tmp_path: Path):
     launches = {row["autoparallel/launches/total"] for row in first.logged if "autoparallel/launches/total" in row}
     (report_file,) = tmp_path.rglob("autoparallel/training_step.report.json")
     report = json.loads(report_file.read_text())
-    counted = sum(
-        entry["count"] for table in report["collectives"].values() for axes in table.values() for entry in axes.values()
-    )
+    tables = [report[graph]["collectives"] for graph in ("forward", "backward")]
+    counted = sum(entry["count"] for table in tables for axes in table.values() for entry in axes.values())
     assert launches == {float(counted)}
+    assert planned_alone() == {key: report[key] for key in PLANNED}
     assert any("autoparallel/peak_memory_bytes" in row for row in first.logged)
 
     dumped = {

@@ -1,0 +1,203 @@
+"""`plan`: a training step planned for a fake world, without its memory, its data or a process group."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_autoparallel import plan
+from lightning_autoparallel.errors import CaptureError, ConfigError
+from lightning_autoparallel.torch_compat.collectives import init_fake_world
+
+BATCH = (torch.zeros(2, 64), torch.zeros(2, 32))
+
+
+class Net(LightningModule):
+    """Two layers of 64 x 64 and 32 x 64 with a bias, built where Lightning builds models."""
+
+    width = 64
+
+    def configure_model(self):
+        self.first = nn.Linear(self.width, self.width, bias=False)
+        self.second = nn.Linear(self.width, 32)
+
+    def step(self, batch):
+        x, y = batch
+        return F.mse_loss(self.second(self.first(x).relu()), y)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.step(batch))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        assert not self.training
+        self.log("val_loss", self.step(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def planned(module=None, batch=BATCH, mesh=None, world_size=8, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan(module or Net(), batch, mesh, world_size=world_size, **options)
+
+
+def counts(table):
+    return {kind: {axes: counted.count for axes, counted in per.items()} for kind, per in table.items()}
+
+
+def test_each_weight_is_gathered_twice_and_reduced_once():
+    report = planned()
+    assert report.mesh == {"dp_shard": 8}
+    assert counts(report.collectives["forward"])["all_gather"] == {"dp_shard": 3}
+    assert counts(report.collectives["backward"])["reduce_scatter"] == {"dp_shard": 3}
+    assert set(report.timings_s) == {"capture", "plan", "apply", "passes"}
+    gathered = report.collectives["forward"]["all_gather"]["dp_shard"].size_bytes
+    assert gathered == 4 * (64 * 64 + 32 * 64 + 32)
+
+
+def test_bytes_are_those_of_one_rank():
+    report = planned()
+    shard = 4 * (64 * 64 + 32 * 64 + 32) // 8
+    assert (report.parameters_bytes, report.gradients_bytes, report.optimizer_bytes) == (shard, shard, 2 * shard)
+    first = report.parameters["first.weight"]
+    assert (first.shape, first.local_shape, first.placements) == ((64, 64), (8, 64), {"dp_shard": "S(0)"})
+
+
+def test_shards_are_counted_with_their_padding():
+    assert planned(world_size=24).parameters["second.bias"].local_shape == (2,)
+
+
+def test_whole_parameters_under_ddp():
+    report = planned(plan="ddp")
+    assert report.parameters_bytes == 4 * (64 * 64 + 32 * 64 + 32)
+    assert report.parameters["first.weight"].placements == {"dp_shard": "R"}
+
+
+class Frozen(Net):
+    def configure_model(self):
+        super().configure_model()
+        self.first.requires_grad_(False)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_optimizer_state():
+    report = planned(Frozen())
+    first = report.parameters["first.weight"]
+    assert (first.parameter_bytes, first.gradient_bytes, first.optimizer_bytes) == (4 * 64 * 8, 0, 0)
+    assert report.optimizer_bytes == 2 * report.gradients_bytes == 2 * 4 * (32 * 64 + 32) // 8
+
+
+class TooLarge(Net):
+    width = 2**20  # 4 TiB in one layer
+
+
+def test_nothing_is_allocated():
+    module = TooLarge()
+    batch = (torch.zeros(1, 2**20), torch.zeros(1, 32))
+    report = planned(module, batch, {"dp_replicate": 2, "dp_shard": -1}, world_size=1024, ranks_per_node=8)
+    assert report.parameters["first.weight"].parameter_bytes == 2**42 // 1024
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
+def test_validation_is_planned_when_asked_for():
+    module = Net()
+    report = planned(module, inference=True)
+    assert counts(report.collectives["inference"])["all_gather"] == {"dp_shard": 3}
+    assert report.launches() == {"dp_shard": sum(planned().launches().values())}
+    assert module.training
+
+
+def test_saved_bytes_are_told_by_module():
+    report = planned()
+    assert sum(module.saved_bytes for module in report.modules) == report.saved_bytes > 0
+
+
+class Sized(Net):
+    def training_step(self, batch, batch_idx):
+        assert (self.trainer.world_size, self.trainer.num_nodes, self.trainer.global_rank) == (16, 4, 0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_step_sees_the_world_it_is_planned_for():
+    planned(Sized(), world_size=16, ranks_per_node=4)
+
+
+class Closure(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Broken(Net):
+    def configure_optimizers(self):
+        raise RuntimeError("no values here")
+
+
+class Foreign(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(Closure, "a step of LBFGS"), (Broken, "no values here"), (Foreign, r"SGD holds a tensor of shape \(3,\)")],
+)
+def test_unknown_optimizer_state_is_no_number(module, reason):
+    report = planned(module())
+    assert report.optimizer_bytes is None and report.as_json()["optimizer_bytes"] is None
+    (note,) = report.notes
+    assert re.search(reason, note)
+
+
+class Reads(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * batch[0].sum().item()
+
+
+def test_a_failure_leaves_no_process_group():
+    with pytest.raises(CaptureError, match=r"test_planning.py:\d+ reads a tensor's value"):
+        planned(Reads())
+    assert not dist.is_initialized()
+    assert planned().mesh == {"dp_shard": 8}
+
+
+def test_a_process_group_that_exists_is_left_alone():
+    init_fake_world(2)
+    try:
+        with pytest.raises(ConfigError, match="process group is initialised"):
+            planned()
+        assert dist.get_world_size() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+class ReadsWhileBuilding(Net):
+    def configure_model(self):
+        super().configure_model()
+        self.scale = float(self.first.weight.sum())
+
+
+def test_a_model_that_needs_values_to_be_built_is_refused():
+    with pytest.raises(ConfigError, match="configure_model cannot run on the meta device"):
+        planned(ReadsWhileBuilding())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"dp_shard": 3}}, r"mesh \{dp_shard: 3\} needs 3 ranks, but world_size=8"),
+        ({"mesh": {"dp_replicate": 3, "dp_shard": -1}}, "needs a multiple of 3 ranks, but world_size=8"),
+        ({"world_size": 12}, "world_size=12 does not fill nodes of ranks_per_node=8"),
+        ({"world_size": 0}, "must both be at least 1"),
+    ],
+)
+def test_worlds_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(**options)
