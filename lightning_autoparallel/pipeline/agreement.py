@@ -97,5 +97,24 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
     )
 
 
+def check_same_rows(control: ControlGroup, shard: int, digests: Mapping[str, str]) -> None:
+    """Compare the rows of ranks that share a batch shard: they compute parts of one thing, and must start from one.
+
+    ``shard`` is this rank's batch shard, ``digests`` are those of its batched leaves, by path.
+
+    Raises:
+        ConfigError: ranks of one shard hold different rows.
+    """
+    first_of: dict[int, tuple[int, Mapping[str, str]]] = {}
+    for rank, (other, theirs) in enumerate(control.gather((shard, digests))):
+        first, expected = first_of.setdefault(other, (rank, theirs))
+        for path in [path for path, digest in expected.items() if theirs.get(path) != digest]:
+            raise ConfigError(
+                f"ranks {first} and {rank} share batch shard {other} but hold different rows in batch leaf "
+                f"'{path or 'batch'}': only dp_* axes divide the batch; let the Trainer make the sampler, or give "
+                "yours **strategy.distributed_sampler_kwargs and the same seed on every rank"
+            )
+
+
 def _message(error: Exception) -> str:
     return str(error) if isinstance(error, AutoParallelError) else f"{type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ from lightning_autoparallel.capture import (
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_step
+from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_rows, check_same_step
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
@@ -173,6 +173,7 @@ class StepEngine:
         index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
+            self._check_shared_rows(layout, leaves)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 
@@ -192,6 +193,15 @@ class StepEngine:
             self.context.control,
             StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
         )
+
+    def _check_shared_rows(self, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows."""
+        mesh = self.context.mesh
+        if mesh.device_mesh.size() == mesh.data_parallel_size:
+            return
+        batched = {leaf.path for leaf in layout.leaves if leaf.batched}
+        digests = {path: _digest(leaf) for path, leaf in leaves if path in batched}
+        check_same_rows(self.context.control, mesh.data_parallel_rank, digests)
 
     def _capture(
         self,

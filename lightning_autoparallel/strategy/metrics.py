@@ -10,16 +10,19 @@ import torchmetrics
 from torch import nn
 
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.mesh import ParallelMesh
 
 
 class MetricScopes:
     """What the state of each metric covers, told from its updates.
 
-    Updated with this rank's rows, it covers a part, which torchmetrics joins over the ranks when it computes. Updated
-    with values of the whole batch (the loss), it covers everything on every rank: joining would count it once per rank.
+    Updated with this rank's rows, it covers a part, which torchmetrics joins over the data-parallel ranks when it
+    computes; other ranks hold the same rows. Updated with values of the whole batch (the loss), it covers everything on
+    every rank: joining would count it once per rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
         self._covers_all: dict[int, bool] = {}
 
     @contextlib.contextmanager
@@ -37,12 +40,18 @@ class MetricScopes:
         members = [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
         with contextlib.ExitStack() as stack:
             for member in members:
-                if covers_all:
+                if covers_all or self._mesh.data_parallel_size == 1:
                     member.sync_on_compute = member._to_sync = False
                 else:
+                    self._join_over_rows(member)
                     # forward returns the value of the whole batch, not of this rank's rows
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", True))
             yield
+
+    def _join_over_rows(self, metric: torchmetrics.Metric) -> None:
+        mesh = self._mesh
+        if metric.process_group is None and mesh.data_parallel_size < mesh.device_mesh.size():
+            metric.process_group = mesh.submesh(mesh.data_parallel_axes).get_group()
 
 
 def outermost_metrics(module: nn.Module) -> list[nn.Module]:

@@ -35,7 +35,7 @@ class LightningSteps:
         self._module, self._trainer, self._engine = module, trainer, engine
         self._groups = engine.context.mesh.axes_by_group()
         self._noticed: set[str] = set()
-        self._scopes = MetricScopes()
+        self._scopes = MetricScopes(engine.context.mesh)
         self.measured_launches: dict[str, int] = {}
 
     def prepare(self, name: str, batch: Any) -> PlanReport:
