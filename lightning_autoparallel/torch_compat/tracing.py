@@ -172,6 +172,25 @@ def pretend_compiling() -> Generator[None]:
         torch.compiler._is_compiling_flag = previous
 
 
+# Most of the calls that a mode sees: torch's own Python asks for them, and they leave no node.
+_QUESTIONS = {
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.storage_offset,
+    Tensor.stride,
+    Tensor.untyped_storage,
+}
+
+
 class record_frames(TorchFunctionMode):
     """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch.
 
@@ -187,7 +206,9 @@ class record_frames(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._inside or isinstance(func, (OpOverload, OpOverloadPacket)) or torch._C._meta_in_tls_dispatch_include():
+        if self._inside or func in _QUESTIONS or isinstance(func, (OpOverload, OpOverloadPacket)):
+            return func(*args, **(kwargs or {}))
+        if torch._C._meta_in_tls_dispatch_include():
             # Torch's own Python, while it traces what the step called.
             return func(*args, **(kwargs or {}))
         known, value = self._constants.read(func, args)
