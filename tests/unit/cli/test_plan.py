@@ -1,0 +1,133 @@
+"""The subcommand `plan`: what it prints, writes, refuses, and never starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_autoparallel.cli.main import main
+from lightning_autoparallel.models import Llama3Module
+
+RECIPE = {
+    "strategy": {"mesh": {"dp_shard": -1}},
+    "model": {"class_path": "lightning_autoparallel.models.Llama3Module", "init_args": {"size": "debug"}},
+    "data": {
+        "class_path": "lightning_autoparallel.models.TextDataModule",
+        "init_args": {"seq_len": 32, "batch_size": 2, "max_bytes": 100_000},
+    },
+}
+KEYS = {"mesh", "timings_s", "forward", "backward", "parameters_bytes", "gradients_bytes", "optimizer_bytes"}
+
+
+class NeverMade(Callback):
+    """Fails where it is made."""
+
+    def __init__(self) -> None:
+        raise AssertionError("planning makes no callbacks")
+
+
+class NeverLogs(CSVLogger):
+    """Fails where it is made."""
+
+    def __init__(self) -> None:
+        raise AssertionError("planning makes no loggers")
+
+
+class ReadsItsWeights(Llama3Module):
+    """Cannot be built without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3).sum().item()
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-autoparallel"])
+
+
+def plan(folder, *args, **sections):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **sections}))
+    return main(["plan", "--config", str(folder / "recipe.yaml"), *args])
+
+
+def shown(capsys):
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_collectives_memory_and_time_are_printed(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "16") == 0
+    lines = shown(capsys)
+    assert lines[0] == "training_step on mesh {dp_shard: 16}, plan fsdp"
+    assert "model.layers.* forward all_gather dp_shard 9 721.0 KiB" in lines
+    assert any(line.startswith(".attention.wq weight {dp_shard: S(0)} 2 8.0 KiB 8.0 KiB 16.0 KiB ") for line in lines)
+    assert [part.split()[0] for part in lines[-1].split(", ")] == ["capture", "plan", "apply", "passes", "peak"]
+    assert not dist.is_initialized()
+
+
+def test_the_report_is_written(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "16", "--output", "reports/r.json", "--inference") == 0
+    report = json.loads((tmp_path / "reports/r.json").read_text())
+    assert report.keys() > KEYS | {"inference"}
+    assert report["mesh"] == {"dp_shard": 16}
+    assert report["timings_s"].keys() == {"capture", "plan", "apply", "passes"}
+    assert report["forward"]["collectives"]["all_gather"]["dp_shard"] == {"count": 21, "bytes": 1739264}
+    assert report["inference"]["collectives"]["all_gather"]["dp_shard"]["count"] == 21
+    assert report["forward"]["saved_bytes"] > report["inference"]["saved_bytes"] == 0
+    assert report["optimizer_bytes"] == 2 * report["parameters_bytes"] == 2 * report["gradients_bytes"]
+    assert report["parameters_bytes"] == 1739264 // 16
+
+
+def test_graphs_are_dumped_where_asked(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "2", "--dump", "graphs") == 0
+    assert "all_gather_into_tensor" in (tmp_path / "graphs/training_step/forward.py.txt").read_text()
+
+
+def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
+    trainer = {
+        "accelerator": "gpu",
+        "devices": 8,
+        "num_nodes": 64,
+        "precision": "bf16-mixed",
+        "callbacks": [{"class_path": f"{__name__}.NeverMade"}],
+        "logger": {"class_path": f"{__name__}.NeverLogs"},
+    }
+    assert plan(tmp_path, "--world-size", "8", "--output", "r.json", trainer=trainer) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "r.json"}
+    gathered = json.loads((tmp_path / "r.json").read_text())["forward"]["collectives"]["all_gather"]["dp_shard"]
+    assert gathered["bytes"] < 1739264  # the precision is the recipe's
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--world-size", "8", "--strategy.mesh", "{dp_shard: 3}"], "mesh {dp_shard: 3} needs 3 ranks"),
+        (["--world-size", "8", "--output", "."], "--output . is a folder"),
+        (["--world-size", "8", "--data.init_args.batch_size", "100000"], "batch_size=100000"),
+        (["--world-size", "8", "--strategy.plan", '{"*.nope": {"tp": "R"}}'], "nope"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message_and_status_1(tmp_path, capsys, args, message):
+    assert plan(tmp_path, *args) == 1
+    assert message in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+def test_a_model_that_reads_values_is_refused(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "8", model={"class_path": f"{__name__}.ReadsItsWeights"}) == 1
+    assert "ReadsItsWeights cannot run on the meta device" in capsys.readouterr().err
+
+
+def test_the_world_size_is_asked_for(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        plan(tmp_path)
+    assert exit_.value.code == 2
+    assert "--world-size 64" in capsys.readouterr().err
