@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import socket
@@ -124,6 +125,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    # A rank that dies in native code says where: its last words are in the captured stderr of the test.
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
     while True:
