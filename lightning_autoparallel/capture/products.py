@@ -224,7 +224,13 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 
 
 def _view(node: fx.Node, shape: tuple[int, ...], origin: fx.Node | None = None) -> fx.Node:
-    return node if _shape(node) == shape else _call(origin or node, aten.view.default, (node, list(shape)), shape)
+    if _shape(node) == shape:
+        return node
+    made, value = _call(origin or node, aten.view.default, (node, list(shape)), shape), node.meta["val"]
+    if not value.is_contiguous():
+        with fake_mode_of(value):
+            made.meta["val"] = value.view(shape)
+    return made
 
 
 def _call(
@@ -233,7 +239,8 @@ def _call(
     """A dense value of ``shape``, of the dtype and with the annotations of ``origin``."""
     replaced = origin.meta["val"]
     made = origin.graph.call_function(target, args, kwargs, name=target.overloadpacket.__name__)
-    made.meta = {**origin.meta, "custom": dict(origin.meta.get("custom") or {})}
+    made.meta = {key: value for key, value in origin.meta.items() if key != "tensor_meta"}
+    made.meta["custom"] = dict(origin.meta.get("custom") or {})
     with fake_mode_of(replaced):
         made.meta["val"] = torch.empty(shape, dtype=replaced.dtype, device=replaced.device)
     return made
