@@ -15,8 +15,8 @@ def partition_graph(sharded: ShardedGraph, reshard_after_forward: bool = True) -
     """Split ``sharded`` in two; without a backward the forward is the whole graph.
 
     The backward recomputes free views, the user's checkpoint regions and, with ``reshard_after_forward``, every
-    parameter gather with the whole chain before and after it, so that nothing that holds gathered data is saved. Random draws are
-    never repeated.
+    parameter gather with the whole chain before and after it, so that nothing that holds gathered data is saved. Random
+    draws are never repeated.
     """
     if not sharded.has_backward:
         return PartitionedGraph(sharded=sharded, forward=sharded.graph_module, backward=None)

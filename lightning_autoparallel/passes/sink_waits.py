@@ -17,18 +17,11 @@ def sink_waits(graph: fx.Graph) -> tuple[str, ...]:
     for node in reversed(list(graph.nodes)):
         if not node.users or not (fxn.is_wait(node) or _is_view_of_wait(node)):
             continue
-        first = _first_user(node)
+        first = min(node.users)  # nodes compare by their place in the graph
         if node.next is not first:
             moved += fxn.is_wait(node)
             first.prepend(node)
     return (f"{moved} waits moved to their first use",) if moved else ()
-
-
-def _first_user(node: fx.Node) -> fx.Node:
-    current = node.next
-    while current not in node.users:
-        current = current.next
-    return current
 
 
 def _is_view_of_wait(node: fx.Node) -> bool:

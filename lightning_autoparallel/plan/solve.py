@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -63,6 +63,7 @@ class _State:
     choice: dict[fx.Node, Candidate] = field(default_factory=dict)
     wanted: dict[Producer, Counter[Placement]] = field(default_factory=dict)
     sinks: dict[Producer, list[tuple[Placement, ...]]] = field(default_factory=dict)
+    edge_times: dict[Producer, dict[tuple[Placement, Placement], float]] = field(default_factory=dict)
     derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
 
 
@@ -88,10 +89,11 @@ def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
     calls = _prepare(state)
     for node in calls:
         _choose(state, node, forward_only=True)
+    pending = set(calls)
     for sweep in range(problem.max_sweeps):
         order = reversed(calls) if sweep % 2 == 0 else iter(calls)
-        changed = sum(_choose(state, node, forward_only=False) for node in order)
-        if not changed and not _reduce_early(state, calls):
+        pending = _sweep(state, order, pending) or _reduce_early(state, calls)
+        if not pending:
             break
     _check_feasible(state, calls)
     return state.choice
@@ -110,35 +112,72 @@ def _check_feasible(state: _State, calls: list[fx.Node]) -> None:
         )
 
 
-def _reduce_early(state: _State, calls: list[fx.Node]) -> bool:
-    """Reduce partial sums that several consumers would each reduce, where that is cheaper; whether any was.
+def _sweep(state: _State, order: Iterable[fx.Node], pending: set[fx.Node]) -> set[fx.Node]:
+    """Choose again for the ``pending`` nodes and those that their changes touch; what is left for the next sweep."""
+    touched = set(pending)
+    for node in order:
+        if node in touched:
+            touched.discard(node)
+            if _choose(state, node, forward_only=False):
+                touched |= _neighbours(state, node)
+    return touched
+
+
+def _neighbours(state: _State, node: fx.Node) -> set[fx.Node]:
+    """The calls whose best candidate may be another one once ``node`` has changed."""
+    found = {consumer for i in range(len(state.choice[node].outputs)) for consumer, _ in _readers(state, (node, i))}
+    for producer in state.arguments[node]:
+        found.update(consumer for consumer, _ in _readers(state, producer))
+        if producer[0] in state.arguments:
+            found.add(producer[0])
+    found.discard(node)
+    return found
+
+
+def _readers(state: _State, producer: Producer) -> list[tuple[fx.Node, int]]:
+    return state.consumers.get(producer, [])
+
+
+def _reduce_early(state: _State, calls: list[fx.Node]) -> set[fx.Node]:
+    """Reduce partial sums that several consumers would each reduce, where that is cheaper; the nodes to look at again.
 
     No single node can make this move: a consumer that keeps the sum partial could not read a reduced one.
     """
     position = {node: i for i, node in enumerate(calls)}
-    best, improved = _total_time_us(state), False
+    improved: set[fx.Node] = set()
     for node in calls:
-        if len(state.consumers.get((node, 0), [])) < 2 or not _is_partial(state.choice[node].outputs[0]):
+        if len(_readers(state, (node, 0))) < 2 or not _is_partial(state.choice[node].outputs[0]):
             continue
-        before = dict(state.choice)
+        before = {node: state.choice[node]}
         _set_instead(state, node, state.candidates[node][0])
-        _repair_consumers(state, node, position)
-        total = _total_time_us(state)
-        if total < best:
-            best, improved = total, True
-        else:
-            for changed in [n for n in calls if state.choice[n] is not before[n]]:
-                _set_instead(state, changed, before[changed])
+        _repair_consumers(state, node, position, before)
+        after = {changed: state.choice[changed] for changed in before}
+        reduced_us = _time_around_us(state, before)
+        _restore(state, before)
+        if reduced_us < _time_around_us(state, before):
+            _restore(state, after)
+            improved.update(*(_neighbours(state, changed) for changed in after))
     return improved
 
 
-def _repair_consumers(state: _State, node: fx.Node, position: Mapping[fx.Node, int]) -> None:
-    """Choose again, in graph order, for every consumer that cannot read what its producer now makes."""
+def _restore(state: _State, choices: Mapping[fx.Node, Candidate]) -> None:
+    for node, candidate in choices.items():
+        _set_instead(state, node, candidate)
+
+
+def _repair_consumers(
+    state: _State, node: fx.Node, position: Mapping[fx.Node, int], before: dict[fx.Node, Candidate]
+) -> None:
+    """Choose again, in graph order, for every consumer that cannot read what its producer now makes.
+
+    ``before`` keeps what was chosen.
+    """
     pending = {consumer for consumer, _ in state.consumers.get((node, 0), [])}
     while pending:
         consumer = min(pending, key=position.__getitem__)
         pending.discard(consumer)
         if math.isinf(_time_us(state, consumer, state.choice[consumer], forward_only=True, shared=False)):
+            before.setdefault(consumer, state.choice[consumer])
             _forget(state, consumer, state.choice[consumer])
             _set(state, consumer, min(state.candidates[consumer], key=lambda c: _time_us(state, consumer, c, True)))
             for index in range(len(state.choice[consumer].outputs)):
@@ -150,13 +189,17 @@ def _set_instead(state: _State, node: fx.Node, candidate: Candidate) -> None:
     _set(state, node, candidate)
 
 
-def _total_time_us(state: _State) -> float:
-    total = 0.0
-    for node, candidate in state.choice.items():
-        total += candidate.time_us
-        for index, placement in enumerate(candidate.outputs):
-            if placement is not None:
-                total += _output_time_us(state, (node, index), placement)
+def _time_around_us(state: _State, nodes: Iterable[fx.Node]) -> float:
+    """What depends on the choices of ``nodes``: their own time, and moving what they make and read."""
+    chosen = list(nodes)
+    # In an order of its own: ranks must add up alike.
+    producers = dict.fromkeys((node, i) for node in chosen for i in range(len(state.choice[node].outputs)))
+    producers.update(dict.fromkeys(producer for node in chosen for producer in state.arguments[node]))
+    total = sum(state.choice[node].time_us for node in chosen)
+    for node, index in producers:
+        placement = state.choice[node].outputs[index]
+        if placement is not None:
+            total += _output_time_us(state, (node, index), placement)
     return total
 
 
@@ -229,19 +272,27 @@ def _choose(state: _State, node: fx.Node, forward_only: bool) -> bool:
         return False
     if previous is not None:
         _forget(state, node, previous)
-    candidates = state.candidates[node]
-    if len(candidates) == 1:
-        best = candidates[0]
-    else:
-        # A tie goes to the candidate that redistributes after the node rather than before it, where a later node may
-        # turn out not to need it; then to what is chosen already, then to the first: sweeps end and all ranks
-        # decide alike.
-        best = min(
-            candidates,
-            key=lambda c: (_time_us(state, node, c, forward_only), _time_us(state, node, c, True), c is not previous),
-        )
+    best = _best(state, state.candidates[node], node, previous, forward_only)
     _set(state, node, best)
     return best is not previous
+
+
+def _best(
+    state: _State, candidates: tuple[Candidate, ...], node: fx.Node, previous: Candidate | None, forward_only: bool
+) -> Candidate:
+    """The candidate that costs least.
+
+    A tie goes to the candidate that redistributes after the node rather than before it, where a later node may turn out
+    not to need it; then to what is chosen already, then to the first: sweeps end and all ranks decide alike.
+    """
+    if len(candidates) == 1:
+        return candidates[0]
+    times = [_time_us(state, node, candidate, forward_only) for candidate in candidates]
+    least = min(times)
+    tied = [candidate for candidate, time_us in zip(candidates, times, strict=True) if time_us == least]
+    if len(tied) == 1:
+        return tied[0]
+    return min(tied, key=lambda c: (_time_us(state, node, c, True), c is not previous))
 
 
 def _set(state: _State, node: fx.Node, candidate: Candidate) -> None:
@@ -307,4 +358,7 @@ def _leaving(state: _State, producer: Producer, source: Placement, target: Place
 def _edge(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
     if source == target:
         return 0.0
-    return state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
+    known = state.edge_times.setdefault(producer, {})
+    if (source, target) not in known:
+        known[source, target] = state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
+    return known[source, target]

@@ -49,9 +49,9 @@ def compile_graph(
     placeholders that arrive in another layout than they were traced with: a forward lowered before chooses its own.
     """
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    traced = [node.meta["val"] for node in placeholders]
+    traced = [_example(node, {}) for node in placeholders]
     # Lowering copes with any strides; tracing would stumble over views that the captured ones allowed.
-    examples = [_restrided(node, input_strides or {}) for node in placeholders]
+    examples = [_example(node, input_strides or {}) for node in placeholders]
     fake_mode = detect_fake_mode(examples)
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(fake_mode)))
@@ -62,11 +62,10 @@ def compile_graph(
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
 
-def _restrided(node: fx.Node, input_strides: Mapping[str, tuple[int, ...]]) -> Tensor:
+def _example(node: fx.Node, input_strides: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """A fake tensor of the placeholder's geometry, of its own: tracing tells inputs apart by identity."""
     value: Tensor = node.meta["val"]
-    strides = input_strides.get(node.name)
-    if strides is None or strides == value.stride():
-        return value
+    strides = input_strides.get(node.name, value.stride())
     with fake_mode_of(value):
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
