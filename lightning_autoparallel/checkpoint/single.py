@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.torch_compat.tree import tree_map
 
-_STEP = "step"
+_STEP = "step"  # optimizers count in a plain tensor, whatever the parameter is
 
 
 def full_model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
 
 
 def _state_like(parameter: Tensor | None, key: str, value: Any) -> Any:
-    if key == _STEP or not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(parameter, DTensor):
+    if key == _STEP or not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
-    if value.shape == parameter.shape:
+    if value.shape == parameter.shape or value.dim() == 0:
         return _like(parameter, value)
     # Statistics of rows or columns, say: whole on every rank, which computes the same as any part of it.
     everywhere = [Replicate()] * parameter.device_mesh.ndim

@@ -64,23 +64,24 @@ class SavingStrategy(WorldStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a folder with every rank's shards, or one file from rank 0."""
         assert self._engine is not None
+        path = Path(self.broadcast(filepath))
         if not self.save_distributed_checkpoint:
-            if self.is_global_zero:
-                self._check_no_folder(Path(filepath))
-                whole = {**checkpoint, RANDOM_STATE: self._engine.random_state}
-                self.checkpoint_io.save_checkpoint(whole, filepath, storage_options=storage_options)
+            self._save_file(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise ConfigError(
                 "storage_options are not supported: sharded checkpoints are written by torch, not by Lightning; "
                 "set save_distributed_checkpoint=False for a single file"
             )
-        save_sharded_checkpoint(
-            checkpoint,
-            Path(self.broadcast(filepath)),
-            random_state=self._engine.random_state,
-            is_first=self.is_global_zero,
-        )
+        save_sharded_checkpoint(checkpoint, path, random_state=self._engine.random_state, is_first=self.is_global_zero)
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        if self.broadcast(path.is_dir()):  # as rank 0 sees it, for all ranks to stop or go on
+            raise CheckpointError(f"{path} is a folder, not a file: remove it or choose another name")
+        if self.is_global_zero:
+            assert self._engine is not None
+            whole = {**checkpoint, RANDOM_STATE: self._engine.random_state}
+            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder of shards into the sharded model and its optimizers, or read a single file for Lightning."""
@@ -112,9 +113,3 @@ class SavingStrategy(WorldStrategy):
         """Cut the optimizers' states of a single file into shards."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_full_optimizer_state(optimizer, state)
-
-    def _check_no_folder(self, path: Path) -> None:
-        if path.is_dir():
-            raise CheckpointError(
-                f"{path} is a folder: a single file cannot take its place; remove it or choose another name"
-            )
