@@ -21,6 +21,11 @@ class ArtifactWriter:
     def __init__(self, directory: str | Path | None) -> None:
         self._directory = None if directory is None else Path(directory)
 
+    @property
+    def writes(self) -> bool:
+        """Whether there is a directory: what is dear to make need not be made for nothing."""
+        return self._directory is not None
+
     def text(self, name: str, content: str) -> None:
         """Write ``content`` to the file ``name`` below the directory."""
         if self._directory is not None:

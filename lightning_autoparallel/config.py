@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from lightning_autoparallel.errors import ConfigError
@@ -112,7 +114,7 @@ class PlanRule:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """A named plan and the rules on top of it.
+    """A named plan and the rules on top of it; ``file`` is a plan file that holds the placements themselves.
 
     Raises:
         ConfigError: an unknown base, or a rule that cannot be read.
@@ -120,20 +122,21 @@ class PlanSpec:
 
     base: str = "fsdp"
     rules: tuple[PlanRule, ...] = ()
+    file: str | None = None
 
     def __post_init__(self) -> None:
         check_plan(self.base)
 
     @classmethod
     def parse(cls, plan: str | Mapping[str, Any] | PlanSpec) -> PlanSpec:
-        """A plan as users write it: a name, ``{"base": ..., "rules": {...}}``, or the rules alone (base fsdp).
+        """A plan as users write it: a name, ``{"base": ..., "rules": {...}}``, the rules alone (base fsdp), or a file.
 
         ``"order"`` beside ``"rules"`` holds for every rule that has none of its own.
         """
         if isinstance(plan, PlanSpec):
             return plan
         if isinstance(plan, str):
-            return cls(base=plan)
+            return cls._from_file(plan) if plan.endswith(".json") else cls(base=plan)
         if not isinstance(plan, Mapping):
             raise ConfigError(f"plan {plan!r} is neither a name ({_plan_names()}) nor a mapping of rules")
         whole: Mapping[str, Any] = plan if "rules" in plan or "base" in plan else {"rules": plan}
@@ -143,6 +146,21 @@ class PlanSpec:
         order = _order(whole.get("order") or (), "plan")
         rules = tuple(_rule(str(key), value, order) for key, value in (whole.get("rules") or {}).items())
         return cls(base=str(whole.get("base", "fsdp")), rules=rules)
+
+    @classmethod
+    def _from_file(cls, path: str) -> PlanSpec:
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            return replace(cls.parse({"base": document["base"], "rules": document["rules"]}), file=path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"plan file {path} cannot be read: {type(error).__name__}: {error}") from error
+
+    def as_written(self) -> dict[str, Any]:
+        """The mapping that ``parse`` reads."""
+        rules: dict[str, Any] = {}
+        for rule in self.rules:
+            rules[rule.key] = {**dict(rule.placements), **({"order": list(rule.order)} if rule.order else {})}
+        return {"base": self.base, "rules": rules}
 
     @property
     def name(self) -> str:

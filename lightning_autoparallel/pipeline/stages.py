@@ -27,7 +27,14 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import joint_passes, run_passes, split_passes
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.summary import make_report
-from lightning_autoparallel.plan import fingerprint_lines, first_difference, make_plan
+from lightning_autoparallel.plan import (
+    fingerprint_lines,
+    first_difference,
+    make_plan,
+    plan_document,
+    read_plan,
+    restore_plan,
+)
 
 Progress = Callable[[str, str, float], None]  # (graph, stage, seconds)
 
@@ -60,6 +67,8 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
         partitioned, passes = _rewritten(sharded, context, artifacts)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
     _dump(artifacts, captured, partitioned, report)
+    if artifacts.writes:
+        artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, context.config.plan, context.mesh))
     with clock("compile"):
         forward, backward = lower_partitioned(partitioned, context.config.compile)
     return CompiledStep(
@@ -115,13 +124,22 @@ def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> t
         with clock("capture"):
             captured = capture_step(request)
         with clock("plan"):
-            plan = make_plan(captured, context.config.plan, context.mesh, context.warn)
+            plan = _plan(captured, context)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
     assert captured is not None and plan is not None
     _check_same_everywhere(fingerprint_lines(captured, plan), context.control)
     return captured, plan
+
+
+def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
+    """The plan of the file that the plan was read from, if that was made for this step; else a new one."""
+    spec = context.config.plan
+    document = read_plan(spec.file) if spec.file is not None else None
+    if document is not None and document["graph"] == captured.name:
+        return restore_plan(document, captured, spec, context.mesh)
+    return make_plan(captured, spec, context.mesh, context.warn)
 
 
 def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:

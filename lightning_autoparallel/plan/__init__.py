@@ -2,5 +2,6 @@
 
 from lightning_autoparallel.plan.fingerprint import fingerprint_lines, first_difference
 from lightning_autoparallel.plan.named import make_plan
+from lightning_autoparallel.plan.store import plan_document, read_plan, restore_plan
 
-__all__ = ["fingerprint_lines", "first_difference", "make_plan"]
+__all__ = ["fingerprint_lines", "first_difference", "make_plan", "plan_document", "read_plan", "restore_plan"]

@@ -18,13 +18,14 @@ def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan) -> list[str]:
         if node.op == "output":
             lines.append(f"output\t{node.args}")
             continue
-        shapes = [f"{value.dtype}{list(value.shape)}" for value in fxn.values(node) if value is not None]
-        lines.append(f"{fxn.describe(node)}\t{_call_text(node)} {shapes} {plan.nodes[node.name]}")
+        lines.append(f"{fxn.describe(node)}\t{call_text(node)} {plan.nodes[node.name]}")
     return lines
 
 
-def _call_text(node: fx.Node) -> str:
-    return f"{node.name} = {node.target}{node.args}{dict(node.kwargs)}"
+def call_text(node: fx.Node) -> str:
+    """A node's name, operator, arguments, dtypes and shapes."""
+    shapes = [f"{value.dtype}{list(value.shape)}" for value in fxn.values(node) if value is not None]
+    return f"{node.name} = {node.target}{node.args}{dict(node.kwargs)} {shapes}"
 
 
 def first_difference(mine: list[str], others: list[list[str]]) -> tuple[int, str] | None:

@@ -148,8 +148,11 @@ def _reduce_early(state: _State, calls: list[fx.Node]) -> set[fx.Node]:
     for node in calls:
         if len(_readers(state, (node, 0))) < 2 or not _is_partial(state.choice[node].outputs[0]):
             continue
+        whole = state.candidates[node][0]
+        if math.isinf(_time_us(state, node, whole, forward_only=True, shared=False)):
+            continue
         before = {node: state.choice[node]}
-        _set_instead(state, node, state.candidates[node][0])
+        _set_instead(state, node, whole)
         _repair_consumers(state, node, position, before)
         after = {changed: state.choice[changed] for changed in before}
         reduced_us = _time_around_us(state, before)
@@ -311,17 +314,20 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
     for (source, index), target in zip(state.arguments[node], candidate.inputs, strict=True):
         chosen = state.choice[source].outputs[index]
         others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
-        if chosen is None or others.get(target):
+        if chosen is None:
             continue
         if source in state.derived and not _parameter_may_move(state, (source, index), chosen, target):
             return math.inf
         if node in state.problem.reduced_late and chosen.is_partial() and not target.is_partial():
             return math.inf
+        edge_us = _edge(state, (source, index), chosen, target)
+        if others.get(target) and not math.isinf(edge_us):
+            continue  # what cannot be done is not free because another consumer asks for it too
         scatters = chosen.is_partial() and not (target.is_partial() or target.is_replicate())
         if forward_only and scatters and state.problem.is_batch_axis:
             # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
             return math.inf
-        total += _edge(state, (source, index), chosen, target)
+        total += edge_us
     if not forward_only:
         for index, placement in enumerate(candidate.outputs):
             if placement is not None:

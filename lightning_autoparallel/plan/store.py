@@ -1,0 +1,137 @@
+"""Plans as JSON files: readable, versioned, and bound to the graph that they were made for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.contracts import CapturedGraph, NodePlacement, Placements, ShardingPlan
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import placement_text, shard
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.plan.fingerprint import call_text
+from lightning_autoparallel.plan.named import joint_axes, plan_axes
+
+VERSION = 1
+
+
+def plan_document(captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, mesh: ParallelMesh) -> dict[str, Any]:
+    """What a plan file holds: mesh, base and rules, parameter placements, and every node's call and placements."""
+    nodes = [node for node in captured.graph_module.graph.nodes if node.op != "output"]
+    return {
+        "version": VERSION,
+        "graph": captured.name,
+        "fingerprint": _fingerprint(nodes),
+        "mesh": mesh.sizes,
+        "axes": [axis.name for axis in plan.axes],
+        **spec.as_written(),
+        "parameters": {name: _texts(placements) for name, placements in plan.parameters.items()},
+        "outputs": [_texts(placements) for placements in plan.outputs],
+        "nodes": [_node_entry(node, plan.nodes[node.name]) for node in nodes],
+    }
+
+
+def _node_entry(node: fx.Node, placement: NodePlacement) -> dict[str, Any]:
+    return {
+        "at": fxn.describe(node),
+        "call": call_text(node),
+        "inputs": [_texts(placements) for placements in placement.inputs],
+        "outputs": [_texts(placements) for placements in placement.outputs],
+    }
+
+
+def _texts(placements: Placements | None) -> list[str] | None:
+    return None if placements is None else [placement_text(placement) for placement in placements]
+
+
+def _fingerprint(nodes: Sequence[fx.Node]) -> str:
+    return hashlib.blake2b("\n".join(map(call_text, nodes)).encode(), digest_size=16).hexdigest()
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """The document in a plan file.
+
+    Raises:
+        ConfigError: no such file, no plan, or a plan of another version.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"plan file {path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or "version" not in document or "nodes" not in document:
+        raise ConfigError(f"{path} is no plan file: dump one with dump_dir=... or `lightning-autoparallel plan --dump`")
+    if document["version"] != VERSION:
+        raise ConfigError(
+            f"plan file {path} has version {document['version']}, this package reads {VERSION}: dump anew"
+        )
+    return document
+
+
+def restore_plan(
+    document: Mapping[str, Any], captured: CapturedGraph, spec: PlanSpec, mesh: ParallelMesh
+) -> ShardingPlan:
+    """The plan of a file, for the graph and the mesh that it was made for.
+
+    Raises:
+        ConfigError: the graph or the mesh is another one; the message names the first difference.
+    """
+    if dict(document["mesh"]) != mesh.sizes:
+        raise ConfigError(f"the plan file was made for mesh {document['mesh']}, this job has {mesh.sizes}")
+    nodes = [node for node in captured.graph_module.graph.nodes if node.op != "output"]
+    _check_same_graph(document, nodes)
+    axes = plan_axes(spec, mesh)
+    entries = document["nodes"]
+    return ShardingPlan(
+        name=spec.name,
+        axes=axes,
+        nodes={
+            node.name: NodePlacement(
+                inputs=tuple(_placements(texts) or () for texts in entry["inputs"]),
+                outputs=tuple(_placements(texts) for texts in entry["outputs"]),
+            )
+            for node, entry in zip(nodes, entries, strict=True)
+        },
+        parameters={name: _placements(texts) or () for name, texts in document["parameters"].items()},
+        outputs=tuple(_placements(texts) for texts in document["outputs"]),
+        joint_axes=joint_axes(axes, mesh),
+    )
+
+
+def _check_same_graph(document: Mapping[str, Any], nodes: Sequence[fx.Node]) -> None:
+    if document["fingerprint"] == _fingerprint(nodes):
+        return
+    entries = document["nodes"]
+    for place, (node, entry) in enumerate(zip(nodes, entries, strict=False)):
+        if call_text(node) != entry["call"]:
+            raise ConfigError(
+                f"the plan file was made for another graph: node {place} is {fxn.describe(node)} `{call_text(node)}` "
+                f"here, {entry['at']} `{entry['call']}` in the file; plan anew"
+            )
+    if len(nodes) == len(entries):
+        raise ConfigError("the plan file's fingerprint is not that of its own nodes: it was changed by hand; plan anew")
+    raise ConfigError(
+        f"the plan file was made for another graph: it has {len(entries)} nodes, this one {len(nodes)}; plan anew"
+    )
+
+
+def _placements(texts: Sequence[str] | None) -> Placements | None:
+    return None if texts is None else tuple(_placement(text) for text in texts)
+
+
+def _placement(text: str) -> Placement:
+    if text == "R":
+        return Replicate()
+    if match := re.fullmatch(r"S\((\d+)(?:, (\d+) blocks)?\)", text):
+        return shard(int(match[1]), int(match[2] or 1))
+    if match := re.fullmatch(r"P\((\w+)\)", text):
+        return Partial(match[1])
+    raise ConfigError(f"placement {text!r} of the plan file is none of R, S(dim), S(dim, n blocks), P(sum)")

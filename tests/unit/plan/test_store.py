@@ -1,0 +1,86 @@
+"""Plan files: what is read is what was written, for the same graph and mesh only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.plan import make_plan, plan_document, read_plan, restore_plan
+from tests.unit._graphs import captured
+
+X = torch.randn(4, 6, 8)
+RULES = {"0.weight": {"tp": "S(0)"}, "0.bias": {"tp": "S(0)"}, "2.weight": {"tp": "S(1)"}}
+
+
+def mlp(width: int = 12) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
+
+
+@pytest.fixture
+def written(fake_mesh, tmp_path: Path):
+    """A plan, what it was made from, and its file."""
+    spec, mesh = PlanSpec.parse(RULES), fake_mesh(dp_shard=2, tp=2)
+    graph = captured(mlp(), X, shards=2)
+    plan = make_plan(graph, spec, mesh, print)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_document(graph, plan, spec, mesh)))
+    return spec, mesh, graph, plan, path
+
+
+def test_a_plan_comes_back_as_it_was(written):
+    spec, mesh, graph, plan, path = written
+    again = restore_plan(read_plan(path), graph, spec, mesh)
+    assert again == plan
+    read = PlanSpec.parse(str(path))
+    assert (read.base, read.rules, read.file) == (spec.base, spec.rules, str(path))
+
+
+def test_a_file_is_readable(written):
+    document = read_plan(written[-1])
+    assert document["parameters"]["0.weight"] == ["S(0, 2 blocks)", "S(0)"]
+    products = [entry for entry in document["nodes"] if "einsum" in entry["call"]]
+    assert products[0]["inputs"] == [["S(0)", "R"], ["R", "S(0)"]] and products[0]["outputs"] == [["S(0)", "S(2)"]]
+
+
+def test_another_graph_is_refused_by_its_first_difference(written):
+    spec, mesh, _, _, path = written
+    with pytest.raises(ConfigError, match=r"another graph: node 0 is primals_1.*\[16, 8\].*here.*\[12, 8\].*in the file"):
+        restore_plan(read_plan(path), captured(mlp(16), X, shards=2), spec, mesh)
+
+
+def test_a_longer_graph_is_refused(written):
+    spec, mesh, graph, _, path = written
+    document = read_plan(path)
+    document["nodes"].pop()
+    document["fingerprint"] = "another"
+    with pytest.raises(ConfigError, match="nodes, this one"):
+        restore_plan(document, graph, spec, mesh)
+
+
+def test_another_mesh_is_refused(written):
+    spec, mesh, graph, _, path = written
+    document = read_plan(path) | {"mesh": {"dp_shard": 4, "tp": 2}}
+    with pytest.raises(ConfigError, match="was made for mesh .*4.*this job has"):
+        restore_plan(document, graph, spec, mesh)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot be read"), ("{}", "is no plan file"), ('{"version": 9, "nodes": []}', "has version 9")],
+)
+def test_files_that_are_no_plans(tmp_path: Path, content: str, message: str):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_plan(path)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"plan file nowhere/plan\.json cannot be read"):
+        PlanSpec.parse("nowhere/plan.json")
