@@ -68,6 +68,18 @@ def test_one_layer_of_every_recipe_plans_on_its_ranks(name, tmp_path, capsys):
     assert wo["parameter_bytes"] * usual_ranks(name) == 4 * wo["shape"][0] * wo["shape"][1]
 
 
+@pytest.mark.parametrize(("name", "tp"), [("llama3/8b", 8), ("llama3/1b", 4)])
+def test_no_rank_ever_holds_the_whole_vocabulary(name, tp, tmp_path, capsys):
+    mesh = ["--strategy.mesh", f"{{dp_shard: 16, tp: {tp}}}"]
+    report = planned(tmp_path, name, 16 * tp, *mesh, "--model.init_args.overrides", "{n_layers: 1}", "--dump", "graphs")
+    vocabulary = report["parameters"]["model.tok_embeddings.weight"]["shape"][0]
+    for graph in ("forward", "backward"):
+        text = (tmp_path / f"graphs/training_step/{graph}.py.txt").read_text()
+        dims = {int(dim) for shape in re.findall(r'"\w+\[([\d, ]+)\]', text) for dim in shape.split(",")}
+        assert vocabulary not in dims
+        assert vocabulary // tp in dims
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", SIZED)
 def test_every_recipe_plans_whole(name, tmp_path, capsys):
