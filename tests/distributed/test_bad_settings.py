@@ -42,7 +42,10 @@ def test_mesh(mesh, message) -> None:
 
 def test_an_unknown_plan_names_the_nearest() -> None:
     with pytest.raises(
-        ConfigError, match=re.escape("unknown plan 'fdsp': plans are 'ddp', 'fsdp'; did you mean 'fsdp'?")
+        ConfigError,
+        match=re.escape(
+            "unknown plan 'fdsp': plans are 'ddp', 'fsdp', 'hsdp', or a mapping of rules; did you mean 'fsdp'?"
+        ),
     ):
         AutoParallelStrategy(plan="fdsp")
 

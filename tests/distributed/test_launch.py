@@ -30,8 +30,9 @@ class Printing(BoringModel):
 
 torch.manual_seed(0)
 BATCH = 2
-trainer = Trainer(accelerator="cpu", devices=2, strategy=STRATEGY, max_epochs=1, limit_val_batches=0, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=DEVICES, num_nodes=NODES, strategy=STRATEGY, max_epochs=1,
+                  limit_val_batches=0, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(Printing())
 """
 STRATEGIES = {
@@ -42,13 +43,41 @@ REPOSITORY = Path(__file__).parents[2]
 OURS = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_", "TORCHELASTIC")
 
 
-def run(command: list[str]) -> str:
-    """The output of a command that must succeed, without the variables of another launch."""
+def run(*commands: list[str], **variables: str) -> list[str]:
+    """The outputs of commands that run side by side and must succeed, without the variables of another launch.
+
+    Each command is a node: its number is in NODE_RANK.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", MASTER_PORT=str(_free_port()))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", MASTER_PORT=str(_free_port()), **variables)
+    started = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**environment, "NODE_RANK": str(node)},
+        )
+        for node, command in enumerate(commands)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs
+
+
+def script_in(folder: Path, strategy: str, devices: int, nodes: int) -> str:
+    script = folder / "train.py"
+    settings = {"STRATEGY": STRATEGIES[strategy], "DEVICES": str(devices), "NODES": str(nodes)}
+    text = SCRIPT
+    for name, value in settings.items():
+        text = text.replace(name, value)
+    script.write_text(text)
+    return str(script)
 
 
 def _free_port() -> int:
@@ -57,16 +86,32 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    ("launcher", "strategy"), [("torchrun", "by object"), ("lightning", "by object"), ("lightning", "by name")]
-)
-def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("STRATEGY", STRATEGIES[strategy]))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port())]
-    output = run([sys.executable, *(torchrun if launcher == "torchrun" else []), str(script)])
+def check_steps(output: str) -> None:
+    """Both ranks ran three steps on two rows each of twelve, with one loss."""
     steps = {rank: re.findall(rf"<{rank} (\d+) (\d+) ([\d.]+)>", output) for rank in (0, 1)}
     assert [index for index, _, _ in steps[0]] == ["0", "1", "2"]
     assert steps[0] == steps[1]
     assert {rows for _, rows, _ in steps[0]} == {"2"}  # the sampler was sharded: 12 rows, 2 ranks, 3 steps
     assert "autoparallel: mesh {dp_shard: 2}" in output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy"), [("torchrun", "by object"), ("lightning", "by object"), ("lightning", "by name")]
+)
+def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
+    script = script_in(tmp_path, strategy, devices=2, nodes=1)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port())]
+    (output,) = run([sys.executable, *(torchrun if launcher == "torchrun" else []), script])
+    check_steps(output)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
+def test_two_nodes_of_one_process(launcher, tmp_path: Path) -> None:
+    script = script_in(tmp_path, "by object", devices=1, nodes=2)
+    port = str(_free_port())
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-port", port]
+    commands = [
+        [sys.executable, *([*torchrun, "--node-rank", str(node)] if launcher == "torchrun" else []), script]
+        for node in range(2)
+    ]
+    check_steps("".join(run(*commands, MASTER_ADDR="127.0.0.1")))

@@ -202,8 +202,9 @@ class Products(Net):
 
 @dataclass(frozen=True, kw_only=True)
 class Communicated:
-    """One training: bytes per step by half and kind, launches, losses, parameters."""
+    """One training: bytes per step by half and kind, bytes saved for the backward, launches, losses, parameters."""
 
+    saved_bytes: int
     size_bytes: dict[tuple[str, str], int]
     launches: dict[str, int]
     losses: list[float]
@@ -218,6 +219,7 @@ def communicate(precision: str, disabled: list[str]) -> Communicated:
     trainer.fit(module, module.loader(torch.distributed.get_rank(), 2))
     report = strategy.reports["training_step"]
     return Communicated(
+        saved_bytes=report.saved_bytes,
         size_bytes={
             (half, kind): sum(count.size_bytes for count in by_axes.values())
             for half, table in report.collectives.items()
@@ -247,6 +249,7 @@ def test_casting_before_a_gather_changes_no_bit(worlds: Worlds) -> None:
         strict=True,
     ):
         assert 2 * moved.size_bytes["forward", "all_gather"] == behind.size_bytes["forward", "all_gather"]
+        assert moved.saved_bytes == behind.saved_bytes  # the casts of shards are made again, not kept
         assert moved.losses == behind.losses
         torch.testing.assert_close(moved.parameters, behind.parameters, rtol=0, atol=0)
 
