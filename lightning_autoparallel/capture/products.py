@@ -139,6 +139,8 @@ def _rewrite_product(node: fx.Node) -> None:
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     first, second = _matrix(left), _matrix(right)
     if not (first.is_flattened or second.is_flattened):
+        if bias:
+            _take_bias_apart(node, bias[0])
         return
     with node.graph.inserting_before(node):
         first, second = _contractable(first, second, right)
@@ -150,6 +152,13 @@ def _rewrite_product(node: fx.Node) -> None:
                 _replace(user, product)
         else:
             _replace(node, _einsum(node, first, second))
+
+
+def _take_bias_apart(node: fx.Node, bias: Any) -> None:
+    """A bias is added to the whole product: inside of ``addmm`` every rank that sums a part of it would add the bias."""
+    with node.graph.inserting_before(node):
+        product = _call(node, aten.mm.default, tuple(node.args[1:]), _shape(node))
+        _replace(node, _call(node, aten.add.Tensor, (product, bias), _shape(node)))
 
 
 def _contractable(first: _Matrix, second: _Matrix, right: fx.Node) -> tuple[_Matrix, _Matrix]:

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Function, list[tuple[int, ...]], list[str], list[str]]] =
     "bias of a matrix": (lambda b, x, w: addmm(b, flat(x), t(w)), [BB, X, W], ["abc,dc->abd"], ["view", "add"]),
     "scaled bias stays": (lambda b, x, w: addmm(b, flat(x), t(w), beta=2), [B, X, W], [], ["view", "t", "addmm"]),
     "matrices stay": (lambda g, w: mm(g, t(w)), [X2, W], [], ["t", "mm"]),
-    "matrix with bias stays": (lambda b, g, w: addmm(b, g, t(w)), [B, X2, W], [], ["t", "addmm"]),
+    "matrix with bias": (lambda b, g, w: addmm(b, g, t(w)), [B, X2, W], [], ["t", "mm", "add"]),
     "nearest base": (
         lambda x, w: mm(flat(view(x, 2, 3, 4)), t(w)),
         [(2, 3, 2, 2), W],

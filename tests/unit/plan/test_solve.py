@@ -93,3 +93,27 @@ def test_all_ranks_decide_alike(fake_mesh):
         graph = captured(module, torch.randn(4, 8), lambda x: module(x).sum(), shards=2)
         plans.append(make_plan(graph, "fsdp", mesh, refuse))
     assert plans[0].nodes == plans[1].nodes and plans[0].outputs == plans[1].outputs
+
+
+def test_a_cut_table_is_not_gathered_to_look_up_whole_rows(fake_mesh):
+    """Two readers want the looked-up rows whole: those are reduced, the table that a rule cuts stays where it is."""
+    table, hidden = nn.Embedding(30, 12), nn.Linear(12, 12)
+    module = nn.ModuleList([table, hidden])
+    rules = {"0.weight": {"tp": "S(0)"}, "1.weight": {"tp": "S(0)"}}
+
+    def step(tokens):
+        return torch.tanh(hidden(table(tokens))).square().mean()
+
+    graph = captured(module, torch.randint(0, 30, (4, 6)), step, shards=1)
+    plan = make_plan(graph, {"rules": rules}, fake_mesh(tp=2), refuse)
+    assert outputs_of(graph, plan, aten.embedding.default) == [(P,)]
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (4, 3, 16)], ids=str)
+def test_a_layer_with_a_bias_is_cut_by_rows(fake_mesh, shape: tuple[int, ...]):
+    """The bias is whole, and added to the reduced sum: once."""
+    module = nn.Linear(16, 8)
+    graph = captured(module, torch.randn(shape), lambda x: module(x).square().mean(), shards=1)
+    plan = make_plan(graph, {"rules": {"weight": {"tp": "S(1)"}}}, fake_mesh(tp=2), refuse)
+    assert outputs_of(graph, plan, aten.mm.default if len(shape) == 2 else aten.einsum.default)[0] == (P,)
+    assert not outputs_of(graph, plan, aten.add.Tensor)[0][0].is_partial()
