@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.torch_compat.constants import is_constant
 from lightning_autoparallel.torch_compat.edges import EDGE
 from lightning_autoparallel.torch_compat.tracing import annotate_nodes
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
@@ -45,6 +46,8 @@ def check_edges(module: nn.Module, edges: Edges) -> None:
 def marked_edges(module: nn.Module, edges: Edges) -> Iterator[None]:
     """While open, the floating-point tensors at the matching edges of ``module``'s submodules are marked.
 
+    Constants, tensors that the step makes out of nothing but numbers, are not.
+
     Raises:
         ConfigError: inside; a module whose inputs are marked changes one of them in place.
     """
@@ -66,7 +69,8 @@ class _Edge:
         self._given: list[list[Tensor]] = []
 
     def _mark(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        # Python may read what a constant holds: it must stay the tensor that is known.
+        if not isinstance(value, Tensor) or not value.is_floating_point() or is_constant(value):
             return value
         with annotate_nodes(module=self._path, source=user_line()):
             return EDGE(value, self._name, next(self._numbers))
@@ -87,7 +91,9 @@ class _Edge:
 
     def _check_inputs(self, submodule: nn.Module, inputs: Any, output: Any) -> None:
         # The caller would not see the change: what the module changed is the marked value.
-        if any(tensor._version for tensor in self._given.pop() if tensor.is_floating_point()):
+        if any(
+            tensor._version for tensor in self._given.pop() if tensor.is_floating_point() and not is_constant(tensor)
+        ):
             raise ConfigError(
                 f"rule '{self._name}': {type(submodule).__name__} changes its input in place; "
                 "pin the outputs of the module before it, or switch its inplace off"

@@ -21,7 +21,8 @@ from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 aten = torch.ops.aten
 
 _SWAPS = {aten.t.default, aten.transpose.int, aten.permute.default}
-_REWRITTEN = {*_SWAPS, aten.view.default, aten.mm.default, aten.addmm.default, aten.sum.dim_IntList}
+_PRODUCTS = {aten.mm.default, aten.addmm.default}
+_REWRITTEN = {*_SWAPS, *_PRODUCTS, aten.view.default, aten._to_copy.default, aten.sum.dim_IntList}
 
 
 def unflatten_products(graph: fx.Graph) -> None:
@@ -30,9 +31,11 @@ def unflatten_products(graph: fx.Graph) -> None:
     Transposes of transposes and views of views go on the way, so that no 2-D view stays around a rewritten product.
     """
     _each(graph, _drop_transpose)
+    _each(graph, _cast_before_flattening)
     _erase_unused(graph)  # a transpose without users would look like one that wants the product transposed
     _each(graph, _rewrite_product)
     _each(graph, _rewrite_sum)
+    _each(graph, _cast_before_flattening)
     _erase_unused(graph)
     _each(graph, _shorten_view)
     _erase_unused(graph)
@@ -73,6 +76,17 @@ def _is_swap(node: Any) -> bool:
 def _drop_transpose(node: fx.Node) -> None:
     if _is_swap(node) and _is_swap(_source(node)):
         node.replace_all_uses_with(_source(_source(node)))
+
+
+def _cast_before_flattening(node: fx.Node) -> None:
+    """Autocast casts what the user flattened: the other way round the product finds the value it is made of."""
+    if node.target is not aten._to_copy.default or len(_shape(node)) != 2 or "memory_format" in node.kwargs:
+        return
+    base = _flattened(_source(node))
+    if base is None:
+        return
+    with node.graph.inserting_before(node):
+        _replace(node, _call(node, node.target, (base,), _shape(base), dict(node.kwargs)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +130,25 @@ def _matrix(node: fx.Node, transposed: bool = False) -> _Matrix:
 
 
 def _flattened(node: fx.Node) -> fx.Node | None:
-    """The nearest value of three or more dims of which a 2-D view merges all but the last."""
+    """The nearest value of three or more dims of which a 2-D view merges all but the last.
+
+    Where it merges trailing dims too (attention's heads), the value with only those merged.
+    """
     base = node
     while base.target is aten.view.default:
         base = _source(base)
-        shape = _shape(base)
-        if len(shape) > 2 and (math.prod(shape[:-1]), shape[-1]) == _shape(node):
-            return base
+        rows, columns = _shape(node)
+        leading = _leading(_shape(base), rows)
+        if leading:
+            with node.graph.inserting_before(node):
+                return _view(base, (*_shape(base)[:leading], columns), origin=node)
     return None
+
+
+def _leading(shape: tuple[int, ...], rows: int) -> int:
+    """How many leading dims, two or more, make up the rows; 0 if none do."""
+    counts = reversed(range(2, len(shape)))
+    return next((count for count in counts if math.prod(shape[:count]) == rows), 0)
 
 
 def _plain(matrix: _Matrix, node: fx.Node) -> _Matrix:
@@ -133,7 +158,7 @@ def _plain(matrix: _Matrix, node: fx.Node) -> _Matrix:
 
 
 def _rewrite_product(node: fx.Node) -> None:
-    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:  # alpha and beta, where they are not 1
+    if node.target not in _PRODUCTS or node.kwargs:  # alpha and beta, where they are not 1
         return
     *bias, left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
@@ -155,7 +180,7 @@ def _rewrite_product(node: fx.Node) -> None:
 
 
 def _take_bias_apart(node: fx.Node, bias: Any) -> None:
-    """A bias is added to the whole product: inside of ``addmm`` every rank that sums a part of it would add the bias."""
+    """A bias is added to the whole product: inside of ``addmm`` every rank that sums a part would add it too."""
     with node.graph.inserting_before(node):
         product = _call(node, aten.mm.default, tuple(node.args[1:]), _shape(node))
         _replace(node, _call(node, aten.add.Tensor, (product, bias), _shape(node)))

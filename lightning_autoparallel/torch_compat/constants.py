@@ -15,6 +15,11 @@ _LARGEST = 2**22  # elements; nothing larger is worth computing twice
 _READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
+def is_constant(tensor: Tensor) -> bool:
+    """Whether a step made ``tensor`` out of nothing but Python numbers."""
+    return hasattr(tensor, _ATTRIBUTE)
+
+
 class KnownConstants:
     """Computes constants of the step for real, beside the trace, so that Python may decide by them.
 

@@ -143,6 +143,19 @@ def test_hooks_do_not_stay():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
+class ReadsAConstant(nn.Module):
+    """As torch's encoders do with masks: what was made of numbers alone may be read."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + mask if bool(mask.sum() > 0) else x
+
+
+def test_constants_stay_known():
+    module = nn.Sequential(nn.Linear(4, 4), ReadsAConstant())
+    graph = captured_with(module, "inputs:1", run=lambda x: module[1](module[0](x), torch.ones(4)).sum())
+    assert marks(graph) == [("inputs:1", False), ("inputs:1", True)]
+
+
 class ChangesItsInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -36,6 +36,10 @@ def t(x: Tensor) -> Tensor:
     return aten.t.default(x)
 
 
+def wide(x: Tensor) -> Tensor:
+    return aten._to_copy.default(x, dtype=torch.float64)
+
+
 def bias_gradient(grad: Tensor) -> Tensor:
     return view(aten.sum.dim_IntList(flat(grad), [0], True), 4)
 
@@ -87,6 +91,13 @@ CASES: dict[str, tuple[Function, list[tuple[int, ...]], list[str], list[str]]] =
         ["view"],
     ),
     "dims merged otherwise": (lambda x, w: mm(view(x, 4, 6), t(w)), [(4, 2, 3), (5, 6)], [], ["view", "t", "mm"]),
+    "trailing dims merged too": (lambda x, w: mm(view(x, 6, 8), t(w)), [X4, (5, 8)], ["abc,dc->abd"], ["view", "view"]),
+    "cast after flattening": (
+        lambda x, w: view(wide(mm(wide(flat(x)), wide(t(w)))), 2, 3, 5),
+        [X, W],
+        ["abc,cd->abd"],
+        ["_to_copy", "t", "_to_copy", "_to_copy"],
+    ),
     "bias gradient": (bias_gradient, [X], [], ["sum"]),
     "views of views": (lambda x: view(view(view(x, 6, 4), 3, 8), 2, 3, 4) + 1, [X], [], ["add"]),
     "views across strides": (
