@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning_autoparallel.errors import ConfigError
@@ -33,9 +33,9 @@ def read_text(path: Path | None, max_bytes: int) -> bytes:
     return bytes(text[:max_bytes])
 
 
-def _files(path: Path | None) -> list[Path]:
+def _files(path: Path | None) -> Iterable[Path]:
     if path is None:
-        return list(_standard_library())
+        return _sources(Path(sysconfig.get_path("stdlib")))
     kinds = ", ".join(SUFFIXES)
     if not path.exists():
         raise ConfigError(f"There is no text at {path}; give a {kinds} file, a folder of them, or no path at all.")
@@ -47,11 +47,14 @@ def _files(path: Path | None) -> list[Path]:
     return files
 
 
-def _standard_library() -> Iterator[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py")):
-        if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts):
-            yield file
+def _sources(folder: Path) -> Iterator[Path]:
+    """Python files below a folder in the order of their paths; as lazily as they are read, because there are many."""
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            if entry.name not in _NOT_LIBRARY:
+                yield from _sources(entry)
+        elif entry.suffix == ".py":
+            yield entry
 
 
 def _documents(file: Path) -> bytes:
