@@ -200,6 +200,14 @@ class Products(Net):
         self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
 
 
+class ProductsTwice(Products):
+    """Gradients of one weight from two products: they are added up in float32."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x) + self.net(2 * x), y)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Communicated:
     """One training: bytes per step by half and kind, bytes saved for the backward, launches, losses, parameters."""
@@ -211,9 +219,9 @@ class Communicated:
     parameters: dict[str, Tensor]
 
 
-def communicate(precision: str, disabled: list[str]) -> Communicated:
+def communicate(kind: type[Products], precision: str, disabled: list[str]) -> Communicated:
     torch.manual_seed(0)
-    module, losses = Products(), Losses()
+    module, losses = kind(), Losses()
     strategy = make_strategy(MESH, {"disabled_passes": disabled})
     trainer = make_trainer(strategy, 2, precision=precision, callbacks=[losses])
     trainer.fit(module, module.loader(torch.distributed.get_rank(), 2))
@@ -231,9 +239,10 @@ def communicate(precision: str, disabled: list[str]) -> Communicated:
     )
 
 
-def test_casts_are_gathered_narrow_and_gradients_reduced_wide(worlds: Worlds) -> None:
-    plain = worlds(2).run(communicate, "32-true", [])[0]
-    mixed = worlds(2).run(communicate, "bf16-mixed", [])[0]
+@pytest.mark.parametrize("kind", [Products, ProductsTwice])
+def test_casts_are_gathered_narrow_and_gradients_reduced_wide(kind: type[Products], worlds: Worlds) -> None:
+    plain = worlds(2).run(communicate, kind, "32-true", [])[0]
+    mixed = worlds(2).run(communicate, kind, "bf16-mixed", [])[0]
     for half in ("forward", "backward"):
         assert 2 * mixed.size_bytes[half, "all_gather"] == plain.size_bytes[half, "all_gather"] > 0
     for kind in ("reduce_scatter", "all_reduce"):
@@ -244,8 +253,8 @@ def test_casts_are_gathered_narrow_and_gradients_reduced_wide(worlds: Worlds) ->
 
 def test_casting_before_a_gather_changes_no_bit(worlds: Worlds) -> None:
     for moved, behind in zip(
-        worlds(2).run(communicate, "bf16-mixed", []),
-        worlds(2).run(communicate, "bf16-mixed", ["cast_before_gather"]),
+        worlds(2).run(communicate, Products, "bf16-mixed", []),
+        worlds(2).run(communicate, Products, "bf16-mixed", ["cast_before_gather"]),
         strict=True,
     ):
         assert 2 * moved.size_bytes["forward", "all_gather"] == behind.size_bytes["forward", "all_gather"]

@@ -78,6 +78,24 @@ def test_ranks_that_share_rows_count_them_once(kind, worlds: Worlds) -> None:
         assert [outcome.extra for outcome in outcomes] == [[1] * 4] * 4
 
 
+class SplitAndMixed(Split):
+    """Weights cast by autocast before they are gathered over the batch axis; partial sums of bfloat16 over tp."""
+
+    trainer_options: ClassVar[Mapping[str, Any]] = {"precision": "bf16-mixed"}
+
+
+class SplitAndHalf(Split):
+    trainer_options: ClassVar[Mapping[str, Any]] = {"precision": "bf16-true"}
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(SplitAndMixed, 2e-3), (SplitAndHalf, 2e-2)])
+def test_narrow_training_is_that_of_one_device(kind, tolerance: float, worlds: Worlds) -> None:
+    expected = train(kind, None)
+    for outcome in worlds(4).run(train, kind, MESH, 4):
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=tolerance, atol=0)
+        torch.testing.assert_close(outcome.parameters, expected.parameters, rtol=0, atol=tolerance)
+
+
 def decisions() -> dict[str, Any]:
     """What ranks agree on by the strategy's own means, each giving its rank."""
     module = Split()
