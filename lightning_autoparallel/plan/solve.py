@@ -92,7 +92,7 @@ def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
     pending = set(calls)
     for sweep in range(problem.max_sweeps):
         order = reversed(calls) if sweep % 2 == 0 else iter(calls)
-        pending = _sweep(state, order, pending) or _reduce_early(state, calls)
+        pending = _sweep(state, order, pending) or _move_together(state, calls)
         if not pending:
             break
     _check_feasible(state, calls)
@@ -138,29 +138,42 @@ def _readers(state: _State, producer: Producer) -> list[tuple[fx.Node, int]]:
     return state.consumers.get(producer, [])
 
 
-def _reduce_early(state: _State, calls: list[fx.Node]) -> set[fx.Node]:
-    """Reduce partial sums that several consumers would each reduce, where that is cheaper; the nodes to look at again.
+def _move_together(state: _State, calls: list[fx.Node]) -> set[fx.Node]:
+    """Moves that no single node can make, where they are cheaper; the nodes to look at again.
 
-    No single node can make this move: a consumer that keeps the sum partial could not read a reduced one.
+    A consumer that keeps a sum partial could not read a reduced one, and one that must not reduce it could read no
+    other: the node moves, and its consumers follow.
     """
     position = {node: i for i, node in enumerate(calls)}
     improved: set[fx.Node] = set()
     for node in calls:
-        if len(_readers(state, (node, 0))) < 2 or not _is_partial(state.choice[node].outputs[0]):
-            continue
-        whole = state.candidates[node][0]
-        if math.isinf(_time_us(state, node, whole, forward_only=True, shared=False)):
-            continue
-        before = {node: state.choice[node]}
-        _set_instead(state, node, whole)
-        _repair_consumers(state, node, position, before)
-        after = {changed: state.choice[changed] for changed in before}
-        reduced_us = _time_around_us(state, before)
-        _restore(state, before)
-        if reduced_us < _time_around_us(state, before):
-            _restore(state, after)
-            improved.update(*(_neighbours(state, changed) for changed in after))
+        for candidate in _moves_together(state, node):
+            if math.isinf(_time_us(state, node, candidate, forward_only=True, shared=False)):
+                continue
+            before = {node: state.choice[node]}
+            _set_instead(state, node, candidate)
+            _repair_consumers(state, node, position, before)
+            after = {changed: state.choice[changed] for changed in before}
+            moved_us = _time_around_us(state, before) if _all_feasible(state, before) else math.inf
+            _restore(state, before)
+            if moved_us < _time_around_us(state, before):
+                _restore(state, after)
+                improved.update(*(_neighbours(state, changed) for changed in after))
     return improved
+
+
+def _all_feasible(state: _State, nodes: Iterable[fx.Node]) -> bool:
+    return not any(math.isinf(_time_us(state, node, state.choice[node], True, shared=False)) for node in nodes)
+
+
+def _moves_together(state: _State, node: fx.Node) -> list[Candidate]:
+    """What a node that makes a partial sum could do instead, if its consumers followed."""
+    readers = _readers(state, (node, 0))
+    if not _is_partial(state.choice[node].outputs[0]):
+        return []
+    if any(reader in state.problem.reduced_late for reader, _ in readers):
+        return [candidate for candidate in state.candidates[node] if candidate is not state.choice[node]]
+    return [state.candidates[node][0]] if len(readers) > 1 else []
 
 
 def _restore(state: _State, choices: Mapping[fx.Node, Candidate]) -> None:
