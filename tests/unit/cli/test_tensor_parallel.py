@@ -1,0 +1,72 @@
+"""The 8B recipe on sixteen by eight ranks, two layers of it: each block's collectives are those written by hand."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from lightning_autoparallel.cli import plan as plan_command
+from lightning_autoparallel.cli.main import main
+from lightning_autoparallel.contracts import PlanReport
+
+ATTENTION, FEED_FORWARD = ("attention_norm", "attention"), ("ffn_norm", "feed_forward")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> PlanReport:
+    """What `plan` says of the recipe."""
+    kept: list[PlanReport] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("plan"))
+        patch.setattr(sys, "argv", ["lightning-autoparallel"])
+        patch.setattr(plan_command, "print_report", lambda report, seconds: kept.append(report))
+        arguments = ["--config", "llama3/8b", "--world-size", "128", "--strategy.mesh", "{dp_shard: 16, tp: 8}"]
+        assert main(["plan", *arguments, "--model.init_args.overrides", "{n_layers: 2}"]) == 0
+    return kept[0]
+
+
+def launches(report: PlanReport, graph: str, *modules: str) -> dict[tuple[str, str], int]:
+    """(kind, axes) -> launches of the code of these modules and what is below them."""
+    found: dict[tuple[str, str], int] = {}
+    for module in report.modules:
+        if not any(re.fullmatch(rf"{re.escape(name)}(\..*)?", module.path) for name in modules):
+            continue
+        for kind, per_axes in module.collectives.get(graph, {}).items():
+            for axes, counted in per_axes.items():
+                found[kind, axes] = found.get((kind, axes), 0) + counted.count
+    return found
+
+
+@pytest.mark.parametrize("graph", ["forward", "backward"])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("half", [ATTENTION, FEED_FORWARD], ids=["attention", "feed_forward"])
+def test_half_a_block_gathers_once_and_scatters_once(report: PlanReport, graph: str, layer: int, half):
+    counts = launches(report, graph, *(f"model.layers.{layer}.{name}" for name in half))
+    assert counts.get(("all_gather", "tp"), 0) <= 1
+    assert counts.get(("reduce_scatter", "tp"), 0) <= 1
+    assert not {kind for kind, axes in counts if axes == "tp"} - {"all_gather", "reduce_scatter", "all_reduce"}
+    # The norm's weight is whole on every rank of tp, its gradient a sum over their parts of the sequence.
+    assert counts.get(("all_reduce", "tp"), 0) == (1 if graph == "backward" else 0)
+
+
+@pytest.mark.parametrize("graph", ["forward", "backward"])
+def test_all_blocks_together_gather_and_scatter_as_often(report: PlanReport, graph: str):
+    """Two halves of two blocks, and the embedding or the output: no collective hides outside of the blocks' modules."""
+    table = report.collectives[graph]
+    assert table["all_gather"]["tp"].count == table["reduce_scatter"]["tp"].count == 5
+    assert "all_to_all" not in table and "broadcast" not in table
+
+
+def test_parameters_are_gathered_and_reduced_over_dp_shard_only(report: PlanReport):
+    matrices_and_norms = 9
+    for layer in (0, 1):
+        path = f"model.layers.{layer}"
+        assert launches(report, "forward", path)["all_gather", "dp_shard"] == matrices_and_norms
+        assert launches(report, "backward", path)["all_gather", "dp_shard"] == matrices_and_norms
+        assert launches(report, "backward", path)["reduce_scatter", "dp_shard"] == matrices_and_norms
+    assert {axes for table in report.collectives.values() for per in table.values() for axes in per} == {
+        "dp_shard",
+        "tp",
+    }
