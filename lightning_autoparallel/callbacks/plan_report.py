@@ -9,8 +9,10 @@ from typing import Any, Protocol, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from rich.table import Table
 
 from lightning_autoparallel.artifacts import ArtifactWriter
+from lightning_autoparallel.callbacks.kinds import blocks_table, kinds_table
 from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, render_table
 from lightning_autoparallel.contracts import CollectiveTable, PlanReport
 from lightning_autoparallel.errors import ConfigError
@@ -116,26 +118,28 @@ def format_report(report: PlanReport) -> str:
     }
     width = max(len(name) for name in facts)
     lines = [report.graph, "", *(f"{name:<{width}}  {value}" for name, value in facts.items()), ""]
+    tables = [collectives_table(report), blocks_table(report), kinds_table(report), _passes_table(report)]
     notes = [f"{done.name}: {note}" for done in report.passes for note in done.notes]
-    return "\n".join([*lines, _collectives_text(report), "", _passes_text(report), *notes]) + "\n"
+    return "\n".join([*lines, *(render_table(table) + "\n" for table in tables), *notes, *report.notes]) + "\n"
 
 
-def _collectives_text(report: PlanReport) -> str:
-    title = "Collectives of one step, counted in the final graphs (predicted)"
+def collectives_table(report: PlanReport) -> Table:
+    """Launches and bytes of one step by graph, kind and mesh axes."""
+    title = "Collectives of one step on one rank, counted in the final graphs (predicted)"
     table = make_table(title, ("graph", "kind", "axes"), ("launches", "size"))
     for graph, kind, axes, counted in collective_rows(report):
         table.add_row(graph, kind, axes, str(counted.count), format_bytes(counted.size_bytes))
-    return render_table(table)
+    return table
 
 
-def _passes_text(report: PlanReport) -> str:
+def _passes_table(report: PlanReport) -> Table:
     table = make_table("Passes, in the order they ran", ("pass", "graph"), ("nodes", "collectives", "time"))
     for done in report.passes:
         nodes = f"{done.nodes_before} -> {done.nodes_after}"
         table.add_row(
             done.name, done.graph, nodes, f"{_count(done.before)} -> {_count(done.after)}", f"{done.seconds:.2f} s"
         )
-    return render_table(table)
+    return table
 
 
 def _count(table: CollectiveTable) -> int:

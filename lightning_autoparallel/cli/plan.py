@@ -13,7 +13,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.kinds import blocks_table, kinds_table
-from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, print_table
+from lightning_autoparallel.callbacks.plan_report import collectives_table
+from lightning_autoparallel.callbacks.tables import format_bytes, print_table
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.strategy.planning import run_planning
@@ -66,12 +67,8 @@ def print_report(report: PlanReport, seconds: float) -> None:
     """Print a report to standard output, and after it how long this process took and how much memory it needed."""
     mesh = ", ".join(f"{axis}: {size}" for axis, size in report.mesh.items())
     print(f"{report.graph} on mesh {{{mesh}}}, plan {report.plan}\n")
-    title = "Collectives of one step on one rank (predicted)"
-    table = make_table(title, ("graph", "kind", "axes"), ("launches", "size"))
-    for graph, kind, axes, counted in collective_rows(report):
-        table.add_row(graph, kind, axes, str(counted.count), format_bytes(counted.size_bytes))
-    for shown in (table, blocks_table(report), kinds_table(report)):
-        print_table(shown)
+    for table in (collectives_table(report), blocks_table(report), kinds_table(report)):
+        print_table(table)
         print()
     for note in report.notes:
         print(f"note: {note}")
