@@ -15,7 +15,8 @@ from lightning_autoparallel.cli.parser import (
     RecipeConfigFile,
 )
 from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
-from lightning_autoparallel.strategy.planning import PlanningStrategy, on_meta, planning_trainer
+from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
+from lightning_autoparallel.strategy.planning import planning_trainer
 
 
 class AutoParallelCLI(LightningCLI):

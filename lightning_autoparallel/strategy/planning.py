@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanReport
-from lightning_autoparallel.errors import AutoParallelError, ConfigError
-from lightning_autoparallel.mesh import build_mesh
-from lightning_autoparallel.pipeline import ControlGroup, StepEngine
-from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
-from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
-from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
-from lightning_autoparallel.strategy.steps import LightningSteps
-from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
-from lightning_autoparallel.torch_compat.collectives import init_fake_world
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.
 _REPLACED: Mapping[str, Any] = {
@@ -46,109 +35,6 @@ _REPLACED: Mapping[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-class PlanningStrategy(AutoParallelStrategy):
-    """Plans the training step as rank 0 of a fake world, then ends the fit before its first batch.
-
-    No parameter is allocated: the model is built on the meta device and never sharded.
-
-    Args:
-        world_size: ranks of the fake world.
-        ranks_per_node: ranks of one node.
-        inference: plan the validation step too.
-        options: arguments of AutoParallelStrategy; nothing is compiled, whatever they say.
-
-    Raises:
-        ConfigError: an argument is wrong, or the mesh does not fit ``world_size``.
-    """
-
-    strategy_name = "autoparallel_planning"
-
-    def __init__(self, *, world_size: int, ranks_per_node: int = 8, inference: bool = False, **options: Any) -> None:
-        super().__init__(**{**options, "compile": False})
-        self._nodes = _count_nodes(world_size, ranks_per_node)
-        self.spec = _fitted(self.spec, world_size)
-        self._world_size = world_size
-        self._inference = inference
-        self._probe: OptimizerProbe | None = None
-        self._probe_error: str | None = None
-        self.report: PlanReport | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the fake world."""
-        return self._world_size
-
-    def _configure_launcher(self) -> None:
-        """There is nothing to start."""
-
-    def setup_environment(self) -> None:
-        """Make the fake world and its mesh."""
-        init_fake_world(self._world_size)
-        self._mesh = build_mesh(self.spec, "cpu")
-        self._control = ControlGroup(self.timeout)
-        super().setup_environment()
-
-    def _set_world_ranks(self) -> None:
-        super()._set_world_ranks()
-        self.num_nodes = self._nodes
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_world_size(self._world_size)
-
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Always on meta."""
-        with on_meta("configure_model"), super().tensor_init_context(empty_init=True):
-            yield
-
-    def _place_parameters(self, engine: StepEngine) -> None:
-        """Leave the parameters as they are: their shapes are all that is needed."""
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Optimizers over stand-ins for the parameters, to be asked later what they keep."""
-        assert self.lightning_module is not None
-        self._probe = OptimizerProbe(self.lightning_module)
-        try:
-            with self._probe.standing_in():
-                super().setup_optimizers(trainer)
-        except Exception as error:
-            self._probe_error = f"configure_optimizers failed without real parameters ({type(error).__name__}: {error})"
-
-    def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
-        report = steps.prepare("training_step", _required("training", sample_training_batch(trainer)))
-        if self._inference:
-            report = with_inference(report, self._prepare_validation_step(trainer, steps))
-        self.report = self._with_optimizers(_without_compiling(report))
-        # the fit ends before its first batch
-        trainer.should_stop = True
-
-    def _prepare_validation_step(self, trainer: Trainer, steps: LightningSteps) -> PlanReport:
-        assert self.lightning_module is not None
-        batch = _required("validation", sample_validation_batch(trainer))
-        modes = [(submodule, submodule.training) for submodule in self.lightning_module.modules()]
-        self.lightning_module.eval()
-        try:
-            return steps.prepare("validation_step", batch)
-        finally:
-            for submodule, training in modes:
-                submodule.training = training
-
-    def _with_optimizers(self, report: PlanReport) -> PlanReport:
-        assert self._probe is not None
-        try:
-            if self._probe_error is not None:
-                raise ConfigError(f"the bytes of optimizer state are not known: {self._probe_error}")
-            return with_optimizer_bytes(report, self._probe.state_bytes(self.optimizers, report.parameters))
-        except ConfigError as error:
-            return dataclasses.replace(report, notes=(*report.notes, str(error)))
-
-    def barrier(self, name: str | None = None) -> None:
-        """Nobody else is there."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """This process's own object: it stands for every rank."""
-        return obj
 
 
 def planning_trainer(
@@ -238,25 +124,6 @@ def plan(
     return run_planning(trainer, module, _OneBatch(batch))
 
 
-@contextlib.contextmanager
-def on_meta(what: str) -> Iterator[None]:
-    """Tensors made inside have shapes only.
-
-    Raises:
-        ConfigError: what ran inside needs values.
-    """
-    try:
-        with torch.device("meta"):
-            yield
-    except AutoParallelError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{what} cannot run on the meta device, where planning builds the model without its memory "
-            f"({type(error).__name__}: {error}): do not read values of tensors there, and load weights elsewhere"
-        ) from error
-
-
 class _OneBatch(LightningDataModule):
     """Hands out one batch, again and again if asked."""
 
@@ -280,38 +147,3 @@ class _Repeated:
 
     def __len__(self) -> int:
         return 1
-
-
-def _without_compiling(report: PlanReport) -> PlanReport:
-    """Nothing is compiled, so the time for it says nothing."""
-    seconds = {stage: spent for stage, spent in report.timings_s.items() if stage != "compile"}
-    return dataclasses.replace(report, timings_s=seconds)
-
-
-def _required(kind: str, sample: tuple[bool, Any]) -> Any:
-    found, batch = sample
-    if not found:
-        raise ConfigError(
-            f"planning needs a first {kind} batch, but the data gives none that can be looked at: check its length "
-            "against the batch size, and do not hand over an iterator that can be read only once"
-        )
-    return batch
-
-
-def _fitted(spec: MeshSpec, world_size: int) -> MeshSpec:
-    known = math.prod(size for size in spec.sizes if size != -1)
-    is_open = -1 in spec.sizes
-    if world_size % known or (world_size != known and not is_open):
-        needed = f"a multiple of {known}" if is_open else known
-        raise ConfigError(f"mesh {spec} needs {needed} ranks, but world_size={world_size}: change one of them")
-    return spec.resolve(world_size)
-
-
-def _count_nodes(world_size: int, ranks_per_node: int) -> int:
-    if world_size < 1 or ranks_per_node < 1:
-        raise ConfigError(f"world_size={world_size} and ranks_per_node={ranks_per_node} must both be at least 1")
-    if world_size > ranks_per_node and world_size % ranks_per_node:
-        raise ConfigError(
-            f"world_size={world_size} does not fill nodes of ranks_per_node={ranks_per_node}: make it a multiple"
-        )
-    return max(1, world_size // ranks_per_node)
