@@ -20,29 +20,10 @@ from lightning_autoparallel.precision import clip_by_norm
 from lightning_autoparallel.torch_compat.collectives import launched_collectives
 from lightning_autoparallel.torch_compat.sharding import StridedShard
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
+from tests.launches import Launches
 from tests.worlds import Worlds
 
 TWO_BY_TWO = {"dp_replicate": 2, "dp_shard": 2}
-
-
-class Launches(Callback):
-    """Collectives between the end of the backward and the end of the optimizer step, by step."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-        self._before: int | None = None
-
-    def _launched(self, trainer) -> int:
-        mesh = getattr(trainer.strategy, "mesh", None)
-        return 0 if mesh is None else sum(launched_collectives(group) for group in mesh.axes_by_group())
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self._before = self._launched(trainer)
-
-    def on_train_batch_end(self, trainer, *args):
-        if self._before is not None:
-            self.counts.append(self._launched(trainer) - self._before)
-            self._before = None
 
 
 class Clipped(Net):
@@ -81,6 +62,12 @@ class ClippedReplicated(Clipped):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
 
 
+class ClippedHybrid(Clipped):
+    """Sharded over one batch axis, replicated over the other."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "hsdp"}
+
+
 class ClippedAccumulated(Clipped):
     trainer_options: ClassVar[Mapping[str, Any]] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 4}
 
@@ -107,6 +94,7 @@ class ClipsItself(Clipped):
     [
         (Clipped, MESH, [1] * 6),
         (Clipped, TWO_BY_TWO, [1] * 6),
+        (ClippedHybrid, TWO_BY_TWO, [1] * 6),
         (ClippedReplicated, MESH, [1] * 6),
         (ClippedAccumulated, MESH, [1] * 2),
         (ClippedByValue, MESH, [0] * 6),

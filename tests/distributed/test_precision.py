@@ -51,7 +51,9 @@ class Mixed(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 7))
+        self.net = nn.Sequential(
+            nn.Linear(6, 12, bias=False), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 7, bias=False)
+        )
         self.table = nn.Embedding(3, 6)
         self.dtypes = Dtypes()
 
@@ -90,13 +92,23 @@ class MixedCompiled(Mixed):
     strategy: ClassVar[Mapping[str, Any]] = {"compile": True}
 
 
+class MixedWithBiases(Mixed):
+    """One device adds a bias before it rounds a product; captured graphs add it to the rounded product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 7))
+
+
 class HalfOnMeta(Half):
     """The network is made on meta, where it has no values yet when the Trainer converts it."""
 
     def __init__(self) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 7))
+            self.net = nn.Sequential(
+                nn.Linear(6, 12, bias=False), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 7, bias=False)
+            )
 
 
 class CachedCasts(Mixed):
@@ -119,6 +131,7 @@ class CachedCasts(Mixed):
         (Mixed, MESH, 1e-6, 2e-3),
         (Mixed, TWO_BY_TWO, 1e-6, 2e-3),
         (MixedReplicated, MESH, 1e-6, 2e-3),
+        (MixedWithBiases, MESH, 2e-3, 4e-3),
         (MixedCompiled, MESH, 2e-3, 4e-3),  # Inductor rounds less often
         (CachedCasts, MESH, 1e-2, 1e-2),  # its loss is a bfloat16
         (Half, MESH, 1e-2, 2e-2),
