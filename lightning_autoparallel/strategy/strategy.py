@@ -35,8 +35,9 @@ class AutoParallelStrategy(SavingStrategy):
 
     Args:
         mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1.
-        plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes,
-            ``"ddp"`` replicates them.
+        plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
+            ``dp_shard`` only, ``"ddp"`` replicates them; ``{"base": ..., "rules": {...}}`` adds rules for other axes;
+            the name of a ``.json`` file is a plan that was dumped.
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
         max_captures: how many kinds of batches and branches a step may have before it is refused.
