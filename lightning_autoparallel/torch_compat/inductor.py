@@ -12,6 +12,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -58,6 +59,9 @@ def compile_graph(
         strides = stack.enter_context(TracingContext.report_output_strides())
         with fx_traceback.preserve_node_meta():
             decomposed = make_fx(fx.Interpreter(graph_module).run, decomposition_table=select_decomp_table())(*traced)
+        # The pass that gives random operators kernels of Inductor's own runs before this entry; torch's are kept, which
+        # draw what the interpreted graph draws.
+        stack.enter_context(inductor_config.patch(fallback_random=True))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
