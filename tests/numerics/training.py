@@ -16,12 +16,17 @@ from torch.utils.data import DataLoader
 
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.capture import flatten_batch
+from tests.launches import Launches
 from tests.numerics.models import make_batches, make_model
+from tests.numerics.rules import plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training to compare; `mesh` sizes multiply to the world."""
+    """One training to compare; `mesh` sizes multiply to the world.
+
+    `plan` is a plan's name, or one of `tests.numerics.rules.BASES`; `clip` a norm that gradients are scaled down to.
+    """
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -31,6 +36,9 @@ class Case:
     steps: int = 20
     rows: int = 12
     reshard_after_forward: bool = True
+    accumulate: int = 1
+    clip: float | None = None
+    precision: str = "32-true"
 
     @property
     def world_size(self) -> int:
@@ -41,14 +49,21 @@ class Case:
         return size
 
     def __str__(self) -> str:
-        mesh = "x".join(str(size) for _, size in self.mesh)
+        mesh = "x".join(f"{name.removeprefix('dp_')}{size}" for name, size in self.mesh)
         parts = [self.model, self.plan, mesh, self.optimizer, "compiled" if self.compile else "interpreted"]
-        return "-".join(parts if self.reshard_after_forward else [*parts, "kept"])
+        parts += [] if self.reshard_after_forward else ["kept"]
+        parts += [] if self.accumulate == 1 else [f"accumulate{self.accumulate}"]
+        parts += [] if self.clip is None else ["clipped"]
+        parts += [] if self.precision == "32-true" else [self.precision]
+        return "-".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Losses of all steps, logged metrics at the end, parameters and buffers in full, launches of the last step."""
+    """Losses of all steps, logged metrics at the end, parameters and buffers in full, launches of the last step.
+
+    `clipping` counts what clipping launches, by optimizer step.
+    """
 
     losses: list[float]
     metrics: dict[str, float]
@@ -56,6 +71,7 @@ class Outcome:
     buffers: dict[str, Tensor]
     measured: dict[str, int]
     predicted: dict[str, int]
+    clipping: list[int]
 
 
 class _Recorder(Callback):
@@ -96,8 +112,15 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
 
     module.train_dataloader = lambda: loader(batches)
     module.val_dataloader = lambda: loader(validation)
-    recorder = _Recorder()
-    trainer = quiet_trainer(case.world_size if strategy is not None else 1, strategy, [recorder])
+    recorder, launches = _Recorder(), Launches()
+    trainer = quiet_trainer(
+        case.world_size if strategy is not None else 1,
+        strategy,
+        [recorder, launches],
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip,
+        precision=case.precision,
+    )
     trainer.fit(module)
     return Outcome(
         losses=recorder.losses,
@@ -106,6 +129,7 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
         buffers={name: full(buffer) for name, buffer in module.named_buffers()},
         measured=dict(strategy.measured_launches) if strategy is not None else {},
         predicted=strategy.reports["training_step"].launches() if strategy is not None else {},
+        clipping=launches.counts,
     )
 
 
@@ -137,7 +161,7 @@ def run_rank(case: Case) -> Outcome:
         warnings.simplefilter("ignore")
         strategy = AutoParallelStrategy(
             mesh=dict(case.mesh),
-            plan=case.plan,
+            plan=plan_of(case.model, case.plan),
             compile=case.compile,
             reshard_after_forward=case.reshard_after_forward,
         )

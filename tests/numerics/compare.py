@@ -1,0 +1,76 @@
+"""What came out of a world of processes against what came out of one device, within the tolerances that are stated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.numerics.training import Case, Outcome, run_case, run_rank
+from tests.worlds import Worlds
+
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # relative
+# Absolute. In bfloat16 AdamW may take a step of 1e-3 the other way where a gradient is nearly 0.
+WEIGHT_TOLERANCE = {
+    ("32-true", "adamw"): 1e-4,
+    ("32-true", "sgd"): 1e-5,
+    ("bf16-mixed", "adamw"): 1e-2,
+    ("bf16-mixed", "sgd"): 1e-3,
+}
+TIMEOUT_S = 280
+
+
+def case_of(model: str, **settings: Any) -> Case:
+    """A case of twenty batches.
+
+    A training that amplifies rounding is compared while one device agrees with itself: `tests.numerics.sensitivity`.
+    """
+    return Case(model=model, steps=4 if model == "transformer32" else 20, **settings)
+
+
+def check_case(case: Case, worlds: Worlds) -> None:
+    """Train the case on its world and on one device: losses, metrics, weights, buffers, and launches as predicted."""
+    expected = _on_one_device(case)
+    outcomes = worlds(case.world_size).run(run_rank, case, timeout_s=TIMEOUT_S)
+    first = outcomes[0]
+    assert len(first.losses) == case.steps
+    tolerance = LOSS_TOLERANCE[case.precision]
+    torch.testing.assert_close(first.losses, expected.losses, rtol=tolerance, atol=0)
+    assert first.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert first.metrics[name] == pytest.approx(value, rel=tolerance), name
+    near = WEIGHT_TOLERANCE[case.precision, case.optimizer]
+    _assert_near(first.parameters, expected.parameters, near)
+    _assert_near(first.buffers, expected.buffers, near)
+    for other in outcomes[1:]:
+        assert other.metrics == first.metrics
+        assert other.losses == first.losses
+    for outcome in outcomes:
+        assert outcome.measured == outcome.predicted
+        assert outcome.clipping == [0 if case.clip is None else 1] * (case.steps // case.accumulate)
+
+
+def _assert_near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _on_one_device(case: Case) -> Outcome:
+    """The same module under a plain single-device Trainer on the same global batches."""
+    plain = replace(case, mesh=(("dp_shard", 1),), plan="fsdp", compile=False, reshard_after_forward=True)
+    expected = _train_alone(plain)
+    if case.clip is not None:
+        free = _train_alone(replace(plain, clip=None))
+        assert any(not torch.equal(expected.parameters[name], value) for name, value in free.parameters.items())
+    return expected
+
+
+@functools.lru_cache
+def _train_alone(case: Case) -> Outcome:
+    return run_case(case, None)

@@ -1,0 +1,96 @@
+"""Tensor parallelism, sharding and replication together train like one device, however the Trainer is set up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.numerics.combinations import Settings, every, in_turn, pairs
+from tests.numerics.compare import case_of, check_case
+from tests.numerics.rules import RULES
+from tests.numerics.training import Case
+from tests.worlds import Worlds
+
+# A plan without rules would leave tp idle, which is refused; rules may name tp only.
+PLACES = [
+    *every({"mesh": [(("tp", 2),)], "plan": ["rules", "hsdp_rules"]}),
+    *every({"mesh": [(("dp_shard", 2),)], "plan": ["fsdp", "hsdp"]}),
+    *every({"mesh": [(("dp_shard", 2), ("tp", 2))], "plan": ["rules", "hsdp_rules"]}),
+    *every({"mesh": [(("dp_replicate", 2), ("dp_shard", 2))], "plan": ["fsdp", "hsdp"]}),
+    *every({"mesh": [(("dp_replicate", 2), ("tp", 2))], "plan": ["rules", "hsdp_rules"]}),
+]
+CLIP = 0.1  # below the norm of the gradients of every model
+OPTIONS = {
+    "accumulate": [1, 4],
+    "clip": [None, CLIP],
+    "precision": ["32-true", "bf16-mixed"],
+    "optimizer": ["adamw", "sgd"],
+}
+EIGHT = (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
+
+
+def _at(model: str, place: Settings) -> Settings:
+    return {"model": model, **place}
+
+
+def _covering() -> list[Settings]:
+    """Every model once, some on the same mesh; every pair of the other settings."""
+    turns = [*range(len(PLACES)), *range(4, 6)]
+    return [
+        {**_at(model, PLACES[turn]), **in_turn(OPTIONS, turn, start=number // len(PLACES))}
+        for number, (model, turn) in enumerate(zip(RULES, turns, strict=True))
+    ]
+
+
+def _everywhere() -> list[Settings]:
+    """LLaMA-3 with every combination; the other models on every mesh and plan, the other settings in turn."""
+    rest = {name: values for name, values in OPTIONS.items() if name != "optimizer"}
+    llama = [
+        {**_at("llama3", place), **settings, "optimizer": OPTIONS["optimizer"][number.bit_count() % 2]}
+        for place in PLACES
+        for number, settings in enumerate(every(rest))
+    ]
+    others = [
+        {**_at(model, place), **in_turn(OPTIONS, turn, start)}
+        for start, model in enumerate(RULES)
+        if model != "llama3"
+        for turn, place in enumerate(PLACES)
+    ]
+    return [*llama, *others]
+
+
+def _case(settings: Settings, **more: Any) -> Case:
+    return case_of(**settings, **more)
+
+
+COVERING = [
+    *map(_case, _covering()),
+    case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
+]
+EVERYWHERE = [
+    *(case for case in map(_case, _everywhere()) if case not in COVERING),
+    case_of("llama3", mesh=EIGHT, plan="rules", rows=4),
+    case_of("llama3", mesh=EIGHT, plan="hsdp_rules", rows=4, optimizer="sgd"),
+]
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_training_equals_one_device(case: Case, worlds: Worlds) -> None:
+    check_case(case, worlds)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", EVERYWHERE, ids=str)
+def test_training_equals_one_device_everywhere(case: Case, worlds: Worlds) -> None:
+    check_case(case, worlds)
+
+
+@pytest.mark.parametrize("model", [None, *RULES], ids=str)
+def test_every_pair_of_settings_occurs(model: str | None) -> None:
+    """In the default tier over all models; in the matrix for each of them."""
+    cases = _covering() if model is None else [case for case in _everywhere() if case["model"] == model]
+    found = set().union(*map(pairs, cases))
+    for place in PLACES:
+        for settings in every(OPTIONS):
+            assert pairs({**place, **settings}) <= found
