@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
+from lightning_autoparallel.passes.join_biases import join_biases
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
@@ -14,6 +15,7 @@ def joint_passes() -> tuple[GraphPass, ...]:
     return (
         GraphPass(name="cast_before_gather", run=cast_before_gather),
         GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),
+        GraphPass(name="join_biases", run=join_biases),
     )
 
 
