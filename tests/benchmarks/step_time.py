@@ -41,12 +41,16 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run as its rank 0 saw it: medians over steps, and seconds from `fit` to the end of the first step."""
+    """One run as its rank 0 saw it: medians over steps, and seconds from `fit` to the end of the first step.
+
+    Losses are means over the ranks: the last, and those of all steps.
+    """
 
     step_ms: float
     cpu_ms: float
     startup_s: float
     loss: float
+    losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +123,14 @@ ALL = CONTENDERS | INTERPRETED | COMPILED_BASELINES
 
 @dataclass
 class StepClock(lightning.Callback):
-    """Wall and CPU time of every step of this process, and the last loss, averaged over ranks."""
+    """Wall and CPU time of every step of this process, and the losses, averaged over ranks."""
 
     began_s: float = field(default_factory=time.perf_counter)
     startup_s: float = 0.0
     wall_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
-    loss: float = float("nan")
+    losses: list[float] = field(default_factory=list)
+    _local_losses: list[torch.Tensor] = field(default_factory=list)
     _start: tuple[float, float] = (0.0, 0.0)
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -137,10 +142,11 @@ class StepClock(lightning.Callback):
             self.startup_s = wall_s - self.began_s
         self.wall_ms.append((wall_s - self._start[0]) * 1e3)
         self.cpu_ms.append((cpu_s - self._start[1]) * 1e3)
+        self._local_losses.append(outputs["loss"].detach().clone())
         if trainer.global_step == trainer.max_steps:
-            loss = outputs["loss"].detach().clone()
-            dist.all_reduce(loss)
-            self.loss = loss.item() / dist.get_world_size()
+            losses = torch.stack(self._local_losses)
+            dist.all_reduce(losses)
+            self.losses = (losses / dist.get_world_size()).tolist()
 
     def result(self, warm_up: int) -> Measurement:
         """Medians over the steps after the first `warm_up`."""
@@ -148,12 +154,13 @@ class StepClock(lightning.Callback):
             step_ms=statistics.median(self.wall_ms[warm_up:]),
             cpu_ms=statistics.median(self.cpu_ms[warm_up:]),
             startup_s=self.startup_s,
-            loss=self.loss,
+            loss=self.losses[-1],
+            losses=self.losses,
         )
 
 
-def train(contender: Contender, steps: int, warm_up: int) -> Measurement:
-    """Train the debug recipe's module in this process, one of `RANKS`."""
+def train(contender: Contender, steps: int, warm_up: int, ranks: int = RANKS) -> Measurement:
+    """Train the debug recipe's module in this process, one of `ranks`."""
     lightning.seed_everything(SEED, verbose=False)
     module = contender.module(size="debug", lr=1.5e-3, betas=(0.9, 0.95), max_steps=steps)
     data = TextDataModule(seq_len=128, batch_size=8, val_fraction=0.01, max_bytes=1_000_000, seed=SEED)
@@ -161,7 +168,7 @@ def train(contender: Contender, steps: int, warm_up: int) -> Measurement:
     trainer = lightning.Trainer(
         strategy=contender.strategy(),
         accelerator="cpu",
-        devices=RANKS,
+        devices=ranks,
         max_steps=steps,
         max_epochs=-1,
         limit_val_batches=0,
@@ -176,8 +183,10 @@ def train(contender: Contender, steps: int, warm_up: int) -> Measurement:
     return clock.result(warm_up)
 
 
-def measure(name: str, arguments: argparse.Namespace) -> Measurement:
-    """Start `RANKS` fresh processes for one contender and wait for rank 0's answer.
+def measure(
+    name: str, arguments: argparse.Namespace, program: str = "tests.benchmarks.step_time", ranks: int = RANKS
+) -> Measurement:
+    """Start `ranks` fresh processes of `program` for one contender and wait for rank 0's answer.
 
     Raises:
         RuntimeError: a rank failed or took too long; the message ends with what it printed last.
@@ -187,24 +196,24 @@ def measure(name: str, arguments: argparse.Namespace) -> Measurement:
         common = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
-            "WORLD_SIZE": str(RANKS),
+            "WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": str(arguments.threads),
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tests.benchmarks.step_time", "--as-rank-of", name, "--result", str(result)]
+        command = [sys.executable, "-m", program, "--as-rank-of", name, "--result", str(result)]
         command += [f"--steps={arguments.steps}", f"--warm-up={arguments.warm_up}", f"--threads={arguments.threads}"]
         with log.open("w") as output:
-            ranks = [
+            processes = [
                 subprocess.Popen(
                     command,
                     env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
-                for rank in range(RANKS)
+                for rank in range(ranks)
             ]
-            codes = _wait(ranks)
+            codes = _wait(processes)
         if any(codes):
             raise RuntimeError(f"{name}: exit codes {codes}: {log.read_text()[-4000:]}")
         return Measurement(**json.loads(result.read_text()))
