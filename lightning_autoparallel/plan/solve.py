@@ -16,6 +16,10 @@ from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
 
+# How much dearer than it is a move of activations counts on a batch axis: data parallelism moves parameters and
+# gradients, and gathers a batch only for what cannot be computed otherwise, not to save reducing a large table.
+_RELUCTANCE = 100.0
+
 Producer = tuple[fx.Node, int]  # a node and which of its outputs
 EdgeTime = Callable[[Placement, Placement, int], float]  # (source, target, global bytes) -> microseconds
 
@@ -379,5 +383,7 @@ def _edge(state: _State, producer: Producer, source: Placement, target: Placemen
         return 0.0
     known = state.edge_times.setdefault(producer, {})
     if (source, target) not in known:
-        known[source, target] = state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
+        time_us = state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
+        moves_batch = state.problem.is_batch_axis and is_shard(source)
+        known[source, target] = time_us * _RELUCTANCE if moves_batch else time_us
     return known[source, target]

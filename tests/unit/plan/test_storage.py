@@ -49,9 +49,7 @@ def test_a_rule_for_an_axis_that_is_not_there_is_skipped():
     assert placed({"*.wo.weight": {"tp": "S(1)"}}, axes=(DP,))["layers.0.attention.wo.weight"].storage == (S(0),)
 
 
-@pytest.mark.parametrize(
-    ("base", "expected"), [("ddp", (R, R, S(1))), ("hsdp", (R, S(0), S(1)))]
-)
+@pytest.mark.parametrize(("base", "expected"), [("ddp", (R, R, S(1))), ("hsdp", (R, S(0), S(1)))])
 def test_bases_on_both_dp_axes(base: str, expected):
     plan = {"base": base, "rules": {"*.wo.weight": {"tp": "S(1)"}}}
     assert placed(plan, axes=(REPLICAS, DP, TP))["layers.0.attention.wo.weight"].storage == expected
@@ -79,7 +77,7 @@ def test_what_cannot_be_cut_twice_is_cut_elsewhere_or_stays_whole():
         ({"*.wq": {"tp": "S(0)"}}, "rule '*.wq' matches no parameter; nearest: layers.0.attention.wq.weight"),
         ({"*.wk.weight": {"tp": "S(0)"}}, "rule '*.wk.weight' matches no parameter; nearest: layers.0.attention.w"),
         ({"norm.weight": {"tp": "S(1)"}}, "rule 'norm.weight' gives 'norm.weight' S(1) of a tensor of 1 dims"),
-        ({"norm.weight": {"tp": "S(0)"}}, "shares dim 0 of 'norm.weight', 7 long, among 2 ranks of tp: that is not even"),
+        ({"norm.weight": {"tp": "S(0)"}}, "shares dim 0 of 'norm.weight', 7 long, among 2 ranks of tp: that is not"),
     ],
 )
 def test_rules_that_do_not_fit(rules, message: str):

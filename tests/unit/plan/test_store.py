@@ -45,12 +45,13 @@ def test_a_file_is_readable(written):
     document = read_plan(written[-1])
     assert document["parameters"]["0.weight"] == ["S(0, 2 blocks)", "S(0)"]
     products = [entry for entry in document["nodes"] if "einsum" in entry["call"]]
-    assert products[0]["inputs"] == [["S(0)", "R"], ["R", "S(0)"]] and products[0]["outputs"] == [["S(0)", "S(2)"]]
+    assert products[0]["inputs"] == [["S(0)", "R"], ["R", "S(0)"]]
+    assert products[0]["outputs"] == [["S(0)", "S(2)"]]
 
 
 def test_another_graph_is_refused_by_its_first_difference(written):
     spec, mesh, _, _, path = written
-    with pytest.raises(ConfigError, match=r"another graph: node 0 is primals_1.*\[16, 8\].*here.*\[12, 8\].*in the file"):
+    with pytest.raises(ConfigError, match=r"node 0 is primals_1.*\[16, 8\].*here.*\[12, 8\].*in the file"):
         restore_plan(read_plan(path), captured(mlp(16), X, shards=2), spec, mesh)
 
 
@@ -66,7 +67,7 @@ def test_a_longer_graph_is_refused(written):
 def test_another_mesh_is_refused(written):
     spec, mesh, graph, _, path = written
     document = read_plan(path) | {"mesh": {"dp_shard": 4, "tp": 2}}
-    with pytest.raises(ConfigError, match="was made for mesh .*4.*this job has"):
+    with pytest.raises(ConfigError, match=r"was made for mesh .*4.*this job has"):
         restore_plan(document, graph, spec, mesh)
 
 
