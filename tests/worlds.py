@@ -62,6 +62,10 @@ class World:
                 raise WorldError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s: {answers}")
             for pipe in ready:
                 answers[waiting[pipe]] = self._receive(pipe, waiting[pipe])
+            if not self.alive:
+                break  # the others would wait for the dead rank until their timeout
+        missing = [rank for rank in range(self.size) if rank not in answers]
+        answers.update(dict.fromkeys(missing, (False, "stopped, as another rank died")))
         failures = [f"rank {rank}:\n{answer[1]}" for rank, answer in sorted(answers.items()) if not answer[0]]
         if failures:
             self.stop()
@@ -72,6 +76,7 @@ class World:
         try:
             return pickle.loads(pipe.recv_bytes())
         except EOFError:
+            self._processes[rank].join(timeout=5)
             return False, f"the process died with exit code {self._processes[rank].exitcode}"
 
     @property
