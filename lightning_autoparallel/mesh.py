@@ -48,6 +48,11 @@ class ParallelMesh:
         axis = self.plan_axis(self.data_parallel_axes)
         return axis.rank if axis else 0
 
+    @property
+    def backend(self) -> str:
+        """What its process groups talk through: ``gloo``, ``nccl``, or ``fake``."""
+        return str(dist.get_backend(next(iter(self.submeshes.values())).get_group()))
+
     def submesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The one-dimensional mesh over ``axes`` together; axes of size 1 are dropped first."""
         wanted = self.active(axes) or axes[-1:]

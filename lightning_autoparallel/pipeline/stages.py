@@ -91,13 +91,12 @@ def _rewritten(
         sharded.graph_module, sharded.name, joint_passes(), groups, artifacts, disabled=config.disabled_passes
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward)
+    passes = split_passes(context.mesh.backend)
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():
         if graph_module is not None:
             name = f"{sharded.name}.{half}" if partitioned.backward is not None else f"{sharded.name}.inference"
-            reports += run_passes(
-                graph_module, name, split_passes(), groups, artifacts, disabled=config.disabled_passes
-            )
+            reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
     return partitioned, reports
 
 

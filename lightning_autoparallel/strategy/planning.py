@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors import data_connector
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanReport
@@ -62,7 +65,9 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
             "first (torch.distributed.destroy_process_group), or plan in another process"
         )
     try:
-        trainer.fit(module, datamodule=datamodule)
+        with mock.patch.object(data_connector, "_InfiniteBarrier", contextlib.nullcontext):
+            # Lightning makes a gloo group around prepare_data, which would wait for ranks that are not there.
+            trainer.fit(module, datamodule=datamodule)
     finally:
         module.trainer = None
         if dist.is_initialized():
