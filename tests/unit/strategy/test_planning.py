@@ -178,6 +178,18 @@ def test_a_process_group_that_exists_is_left_alone():
         dist.destroy_process_group()
 
 
+class Prepares(Net):
+    prepared = False
+
+    def prepare_data(self):
+        Prepares.prepared = True
+
+
+def test_data_are_prepared_without_waiting_for_ranks_that_are_not_there():
+    assert counts(planned(Prepares()).collectives["forward"])
+    assert Prepares.prepared
+
+
 class ReadsWhileBuilding(Net):
     def configure_model(self):
         super().configure_model()
