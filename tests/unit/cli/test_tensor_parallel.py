@@ -10,6 +10,7 @@ import pytest
 from lightning_autoparallel.cli import plan as plan_command
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.contracts import PlanReport
+from tests._hermetic import no_leaks
 
 ATTENTION, FEED_FORWARD = ("attention_norm", "attention"), ("ffn_norm", "feed_forward")
 
@@ -18,7 +19,8 @@ ATTENTION, FEED_FORWARD = ("attention_norm", "attention"), ("ffn_norm", "feed_fo
 def report(tmp_path_factory) -> PlanReport:
     """What `plan` says of the recipe."""
     kept: list[PlanReport] = []
-    with pytest.MonkeyPatch.context() as patch:
+    # A fixture of the module's runs outside of what watches each test: the recipe's seed must not stay behind.
+    with no_leaks(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("plan"))
         patch.setattr(sys, "argv", ["lightning-autoparallel"])
         patch.setattr(plan_command, "print_report", lambda report, seconds: kept.append(report))
