@@ -65,7 +65,7 @@ NOTES = {
     "join_biases/forward_backward": "biases joined with their products",
     "prefetch_gathers/forward_backward.forward": "5 gathers started 1 ahead",
     "sink_waits/forward_backward.backward": "waits moved to their first use",
-    "one_in_flight/forward_backward.forward": "waits moved ahead of the next collective of their group",
+    "one_in_flight/forward_backward.forward": "waits moved ahead of the next collective",
 }
 
 
