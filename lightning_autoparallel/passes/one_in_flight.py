@@ -1,8 +1,8 @@
 """``one_in_flight``: one collective runs at a time.
 
-Gloo runs collectives on threads of its own, and several at once corrupt the heap now and then (seen with torch 2.13: a
-program of overlapped functional collectives alone aborts within seconds, one that waits for each does not). On gloo the
-waits that other passes have moved apart come back to where they are safe, over all groups.
+Gloo runs collectives on threads of its own, and ranks with several at once have died of a corrupted heap (torch 2.13,
+once in a program without this package, like `tests/benchmarks/gloo_overlap.py`). On gloo the waits that other passes
+have moved apart come back, over all groups.
 """
 
 from __future__ import annotations
