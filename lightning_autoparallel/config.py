@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from lightning_autoparallel.errors import ConfigError
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
 PLANS = ("ddp", "fsdp", "hsdp")
+CHECKPOINT_POLICIES = ("none", "full", "selective")
 _PLACEMENT = re.compile(r"R|S\(-?\d+\)")
 
 
@@ -223,17 +224,49 @@ def check_plan(plan: str) -> str:
     return plan
 
 
+def check_activation_checkpointing(policy: Any) -> None:
+    """Refuse what is neither a policy's name nor a function.
+
+    Raises:
+        ConfigError: an unknown name, or a ``layer:N`` without a positive number.
+    """
+    if callable(policy):
+        return
+    if isinstance(policy, str) and re.fullmatch(r"layer:[1-9]\d*", policy):
+        return
+    if policy in CHECKPOINT_POLICIES:
+        return
+    names = [*CHECKPOINT_POLICIES, "layer:2"]
+    nearest = get_close_matches(str(policy), names, n=1)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    raise ConfigError(
+        f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, 'layer:N' "
+        f"(every Nth block), or give a function of a node{hint}"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the pipeline needs to know besides the step, the mesh and the batch."""
+    """What the pipeline needs to know besides the step, the mesh and the batch.
+
+    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``contracts.NodeInfo``.
+    """
 
     plan: PlanSpec = PlanSpec()
     reshard_after_forward: bool = True
+    activation_checkpointing: str | Callable[[Any], Any] = "none"
     compile: bool = True
     max_captures: int = 8
     dump_dir: str | None = None
     disabled_passes: tuple[str, ...] = ()
+    bucket_mb: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_captures < 1:
             raise ConfigError(f"max_captures={self.max_captures}: at least one capture is needed to train")
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ConfigError(
+                f"bucket_mb={self.bucket_mb}: give a positive number of megabytes, or null for the size that fills the "
+                'link; disabled_passes: ["bucket_collectives"] merges nothing'
+            )
+        check_activation_checkpointing(self.activation_checkpointing)

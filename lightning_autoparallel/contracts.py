@@ -12,6 +12,8 @@ from torch.distributed.tensor.placement_types import Placement
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
 Placements = tuple[Placement, ...]  # one per plan axis
+Decision = Literal["save", "recompute"]
+Wish = Literal["save", "recompute", "prefer_recompute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +105,36 @@ class ShardedGraph:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeInfo:
+    """One operator of the forward, as functions that decide about activation checkpointing are told of it.
+
+    ``shape`` (of one rank's part) and ``dtype`` are those of its first result, ``size_bytes`` counts all of them.
+    ``module`` is the path of the module whose code calls it, ``block`` that of the repeated module around, None outside
+    of any. ``leaves_block``: code outside of the block reads the result. ``source`` is the user's line.
+    """
+
+    name: str
+    op: str  # "aten.mm.default"
+    module: str
+    block: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    leaves_block: bool
+    source: str
+
+
+CheckpointFunction = Callable[[NodeInfo], Wish]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartitionedGraph:
     """The sharded graph split in two.
 
     ``forward`` takes the inputs without tangents and returns the results, then ``saved_values`` more tensors.
     ``backward`` takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
+    ``decisions`` say for every call of the forward whether the backward, where it needs the value, reads what was saved
+    or recomputes it; the nodes of all three graphs carry theirs as the annotation ``recompute``.
     """
 
     sharded: ShardedGraph
@@ -115,6 +142,7 @@ class PartitionedGraph:
     backward: fx.GraphModule | None
     saved_inputs: tuple[int, ...] = ()
     saved_values: int = 0
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
 
 
 GraphCallable = Callable[..., Any]  # takes a list of tensors, returns a list or tuple of tensors

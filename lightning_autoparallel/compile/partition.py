@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
 
-from lightning_autoparallel.contracts import PartitionedGraph, ShardedGraph
+from lightning_autoparallel.compile.decide import decide
+from lightning_autoparallel.contracts import CheckpointFunction, Decision, PartitionedGraph, ShardedGraph
 from lightning_autoparallel.fx import nodes as fxn
 
+DECISION_KEY = "recompute"
 
-def partition_graph(sharded: ShardedGraph, reshard_after_forward: bool = True) -> PartitionedGraph:
+
+def partition_graph(
+    sharded: ShardedGraph,
+    reshard_after_forward: bool = True,
+    activation_checkpointing: str | CheckpointFunction = "none",
+) -> PartitionedGraph:
     """Split ``sharded`` in two; without a backward the forward is the whole graph.
 
-    The backward recomputes free views, the user's checkpoint regions and, with ``reshard_after_forward``, every
-    parameter gather with the whole chain before and after it, so that nothing that holds gathered data is saved. Random
-    draws are never repeated.
+    The backward recomputes free views, the user's checkpoint regions, what ``activation_checkpointing`` says and, with
+    ``reshard_after_forward``, every parameter gather with the whole chain before and after it, so that nothing that
+    holds gathered data is saved. Random draws are never repeated. Each recomputed value is made right before the
+    backward first reads it: of checkpointed blocks one at a time is alive.
+
+    Raises:
+        ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.
     """
     if not sharded.has_backward:
         return PartitionedGraph(sharded=sharded, forward=sharded.graph_module, backward=None)
-    return _Partition(sharded, reshard_after_forward).split()
+    return _Partition(sharded, reshard_after_forward, activation_checkpointing).split()
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -34,18 +45,14 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def parameter_of(graph: fx.Graph, parameters: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For every node that depends on one parameter and nothing else, that parameter."""
-    origin: dict[fx.Node, fx.Node] = {node: node for node in parameters}
-    for node in graph.nodes:
-        sources = {origin.get(argument) for argument in node.all_input_nodes}
-        if node.op == "call_function" and len(sources) == 1 and (source := sources.pop()) is not None:
-            origin[node] = source
-    return origin
+def _annotate(decisions: Mapping[fx.Node, Decision]) -> None:
+    for node, decision in decisions.items():
+        # Nodes share their annotations with what they were lowered from: each gets its own.
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), DECISION_KEY: decision}
 
 
 class _Partition:
-    def __init__(self, sharded: ShardedGraph, reshard_after_forward: bool) -> None:
+    def __init__(self, sharded: ShardedGraph, reshard_after_forward: bool, policy: str | CheckpointFunction) -> None:
         self._sharded = sharded
         self._nodes = list(sharded.graph_module.graph.nodes)
         (output,) = [node for node in self._nodes if node.op == "output"]
@@ -54,44 +61,16 @@ class _Partition:
         self._results = [node for node, kind in zip(results, kinds, strict=True) if kind != "gradient"]
         self._gradients = [node for node, kind in zip(results, kinds, strict=True) if kind == "gradient"]
         self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
-        self._tangents = [
-            n for n, item in zip(self._placeholders, sharded.inputs, strict=True) if item.kind == "tangent"
-        ]
+        by_input = list(zip(self._placeholders, sharded.inputs, strict=True))
+        self._tangents = [node for node, item in by_input if item.kind == "tangent"]
         self._forward = _ancestors(self._results) - set(self._placeholders)
         # A result that only the backward reads (pooling indices, attention statistics) comes from a call that has run.
         self._forward |= {node for node in self._nodes if fxn.is_getitem(node) and node.args[0] in self._forward}
-        self._recomputed = self._choose_recomputed(reshard_after_forward)
+        calls = [node for node in self._nodes if node in self._forward]
+        parameters = [node for node, item in by_input if item.kind == "parameter"]
+        self._decisions = decide(calls, parameters, reshard_after_forward, policy)
+        _annotate(self._decisions)
         self._saved: dict[fx.Node, None] = {}
-
-    def _choose_recomputed(self, reshard_after_forward: bool) -> set[fx.Node]:
-        chosen = {node for node in self._forward if fxn.is_view_of_all(node)}
-        chosen |= {node for node in self._forward if self._inside_region(node)}
-        if reshard_after_forward:
-            chosen |= self._after_parameter_gather()
-        return {node for node in chosen if not fxn.is_random(node)}
-
-    def _inside_region(self, node: fx.Node) -> bool:
-        """Whether a node is of a checkpoint region and used by it alone: what others read of it is saved."""
-        region = fxn.custom(node, "checkpoint_region")
-        if region is None:
-            return False
-        readers = [user for user in node.users if user in self._forward]
-        return all(fxn.custom(user, "checkpoint_region") == region for user in readers)
-
-    def _after_parameter_gather(self) -> set[fx.Node]:
-        inputs = zip(self._placeholders, self._sharded.inputs, strict=True)
-        origin = parameter_of(self._sharded.graph_module.graph, {n for n, item in inputs if item.kind == "parameter"})
-        gathered: set[fx.Node] = set()
-        leading: set[fx.Node] = set()  # casts and copies of shards, on their way into a gather
-        for node in self._nodes:
-            if node not in origin:
-                continue
-            if fxn.collective_kind(node) == "all_gather":
-                leading |= _ancestors(node.all_input_nodes)
-                gathered.add(node)
-            elif any(argument in gathered for argument in node.all_input_nodes):
-                gathered.add(node)
-        return (gathered | (leading - set(self._placeholders))) & self._forward
 
     def split(self) -> PartitionedGraph:
         """The two graphs; the forward returns its results, then the saved values that are not inputs."""
@@ -105,6 +84,7 @@ class _Partition:
             backward=self._finish_backward(backward, inputs, values),
             saved_inputs=tuple(positions[node] for node in inputs),
             saved_values=len(values),
+            decisions={node.name: decision for node, decision in self._decisions.items()},
         )
 
     def _make_forward(self, saved: list[fx.Node]) -> fx.GraphModule:
@@ -131,15 +111,33 @@ class _Partition:
         return list(order.items())
 
     def _require(self, nodes: Iterable[fx.Node], order: dict[fx.Node, bool]) -> None:
-        for node in nodes:
-            if node in order or node in self._saved or node in self._tangents:
+        """Have ``nodes`` at hand: saved, or recomputed from what is, arguments first."""
+        pending = list(nodes)[::-1]
+        while pending:
+            node = pending[-1]
+            missing: list[fx.Node] = []
+            if self._is_recomputed(node) and node not in order:
+                missing = [argument for argument in node.all_input_nodes if not self._is_at_hand(argument, order)]
+            if missing:
+                pending.extend(reversed(missing))
                 continue
-            if node in self._recomputed or (node in self._forward and not isinstance(node.meta["val"], torch.Tensor)):
-                self._require(node.all_input_nodes, order)
+            pending.pop()
+            if self._is_at_hand(node, order):
+                continue
+            if self._is_recomputed(node):
                 order[node] = True
             else:
-                assert node in self._forward or node.op == "placeholder", f"{node.name} is neither forward nor backward"
+                assert node.op == "placeholder" or node in self._forward, f"{node.name} is of neither half"
                 self._saved[node] = None
+
+    def _is_at_hand(self, node: fx.Node, order: dict[fx.Node, bool]) -> bool:
+        return node in order or node in self._saved or node in self._tangents
+
+    def _is_recomputed(self, node: fx.Node) -> bool:
+        # What is several tensors cannot be saved itself: its results are, or are picked from it again.
+        return self._decisions.get(node) == "recompute" or (
+            node in self._forward and not isinstance(node.meta["val"], torch.Tensor)
+        )
 
     def _finish_backward(
         self, order: list[tuple[fx.Node, bool]], inputs: list[fx.Node], values: list[fx.Node]

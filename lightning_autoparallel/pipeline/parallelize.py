@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture import NoEffects, Watcher, flatten_batch
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
-from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.passes import all_passes, check_disabled
@@ -62,6 +62,7 @@ def parallelize(
     plan: str | Mapping[str, Any] = "fsdp",
     *,
     reshard_after_forward: bool = True,
+    activation_checkpointing: str | CheckpointFunction = "none",
     compile: bool = True,
     max_captures: int = 8,
     dump_dir: str | None = None,
@@ -74,7 +75,8 @@ def parallelize(
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
-    with the batch in dim 0 is this rank's rows. ``device`` defaults to the module's, or the CPU for a meta module.
+    with the batch in dim 0 is this rank's rows. ``activation_checkpointing`` is as AutoParallelStrategy takes it.
+    ``device`` defaults to the module's, or the CPU for a meta module.
 
     Raises:
         ConfigError: no process group, a mesh that does not fit it, or a sample that does not divide by the batch axes.
@@ -86,6 +88,7 @@ def parallelize(
     config = EngineConfig(
         plan=PlanSpec.parse(plan),
         reshard_after_forward=reshard_after_forward,
+        activation_checkpointing=activation_checkpointing,
         compile=compile,
         max_captures=max_captures,
         dump_dir=dump_dir,

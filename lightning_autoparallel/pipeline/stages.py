@@ -90,7 +90,7 @@ def _rewritten(
     reports = run_passes(
         sharded.graph_module, sharded.name, joint_passes(), groups, artifacts, disabled=config.disabled_passes
     )
-    partitioned = partition_graph(sharded, config.reshard_after_forward)
+    partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
     passes = split_passes(context.mesh.backend)
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():

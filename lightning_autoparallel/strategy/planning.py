@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors import data_connector
 
 from lightning_autoparallel.config import MeshSpec
-from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 
@@ -87,6 +87,7 @@ def plan(
     precision: Any = "32-true",
     inference: bool = False,
     reshard_after_forward: bool = True,
+    activation_checkpointing: str | CheckpointFunction = "none",
     batch_dims: Mapping[str, int | None] | None = None,
     disabled_passes: Sequence[str] = (),
     dump_dir: str | None = None,
@@ -121,6 +122,7 @@ def plan(
         mesh=mesh,
         plan=plan,
         reshard_after_forward=reshard_after_forward,
+        activation_checkpointing=activation_checkpointing,
         batch_dims=batch_dims,
         disabled_passes=list(disabled_passes),
         dump_dir=dump_dir,

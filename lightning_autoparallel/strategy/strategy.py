@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
-from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
@@ -39,6 +39,12 @@ class AutoParallelStrategy(SavingStrategy):
             ``dp_shard`` only, ``"ddp"`` replicates them; ``{"base": ..., "rules": {...}}`` adds rules for other axes;
             the name of a ``.json`` file is a plan that was dumped.
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
+        activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
+            inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
+            matmul and the first residual sum of each block; blocks are repeated modules, found by their paths. A
+            function is given a ``contracts.NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
+            ``"prefer_recompute"``: save only what code outside the block reads. Regions of
+            ``torch.utils.checkpoint`` in the model stay as they are.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
         max_captures: how many kinds of batches and branches a step may have before it is refused.
         dump_dir: where to write graphs before and after each pass, and reports.
@@ -47,6 +53,8 @@ class AutoParallelStrategy(SavingStrategy):
         batch_dims: for leaves whose dim 0 is wrongly taken (or not taken) for the batch: globs over leaf paths to 0
             or null.
         disabled_passes: graph passes to leave out, by name.
+        bucket_mb: megabytes (1e6 bytes, of the gathered or not yet scattered tensor) that collectives of one block
+            are merged up to; the size that fills the link unless given.
         save_distributed_checkpoint: write checkpoints as folders of every rank's shards; otherwise as one file with
             whole tensors, as one device writes and loads it. Both kinds are loaded either way.
 
@@ -62,6 +70,7 @@ class AutoParallelStrategy(SavingStrategy):
         mesh: dict[str, int] | None = None,
         plan: str | dict[str, Any] = "fsdp",
         reshard_after_forward: bool = True,
+        activation_checkpointing: CheckpointFunction | str = "none",
         compile: bool = True,
         max_captures: int = 8,
         dump_dir: str | None = None,
@@ -69,6 +78,7 @@ class AutoParallelStrategy(SavingStrategy):
         timeout: timedelta = timedelta(minutes=30),
         batch_dims: dict[str, int | None] | None = None,
         disabled_passes: list[str] | None = None,
+        bucket_mb: float | None = None,
         save_distributed_checkpoint: bool = True,
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
@@ -76,10 +86,12 @@ class AutoParallelStrategy(SavingStrategy):
         self.config = EngineConfig(
             plan=PlanSpec.parse(plan),
             reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
             compile=compile,
             max_captures=max_captures,
             dump_dir=dump_dir,
             disabled_passes=tuple(disabled_passes or ()),
+            bucket_mb=bucket_mb,
         )
         check_disabled(self.config.disabled_passes, all_passes())
         self.batch_dims = batch_dims

@@ -1,0 +1,126 @@
+"""The one set of decisions: for every call of the forward, whether the backward reads a saved value or recomputes it.
+
+Some are the same under every policy. Views of a whole value are made again. Random draws are saved: a second draw
+would be another. Gathered parameters, with the chain of casts and moves around the gather, are recomputed, so that
+nothing that holds gathered data is saved under another name. The user's own ``torch.utils.checkpoint`` regions are
+recomputed from what enters them, and no policy is asked about them. The rest is the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import fx
+
+from lightning_autoparallel.compile.blocks import find_blocks
+from lightning_autoparallel.compile.policies import Forward, wishes_of
+from lightning_autoparallel.contracts import CheckpointFunction, Decision, Wish
+from lightning_autoparallel.fx import nodes as fxn
+
+aten = fxn.aten
+
+_JOINS = {aten.cat.default, aten.stack.default}
+
+
+def decide(
+    calls: Sequence[fx.Node],
+    parameters: Iterable[fx.Node],
+    reshard_after_forward: bool,
+    policy: str | CheckpointFunction,
+) -> dict[fx.Node, Decision]:
+    """The decision for every node of ``calls``, the forward's in order.
+
+    Raises:
+        ConfigError: the user's function gives something else than a wish.
+    """
+    decided = _decided_anyway(calls, parameters, reshard_after_forward)
+    blocks = find_blocks(calls)
+    leaving = frozenset(_read_elsewhere(calls, blocks.get))
+    asked = [node for node in calls if node not in decided and not fxn.is_getitem(node)]
+    wishes = wishes_of(policy, Forward(calls=calls, blocks=blocks, leaving=leaving), asked)
+    for node in calls:
+        if node not in decided:
+            # A result of several follows its operator.
+            decided[node] = _settled(wishes[_operator_of(node)], node in leaving)
+    return {node: decided[node] for node in calls}
+
+
+def _settled(wish: Wish, leaves_block: bool) -> Decision:
+    if wish == "prefer_recompute":
+        return "save" if leaves_block else "recompute"
+    return wish
+
+
+def _operator_of(node: fx.Node) -> fx.Node:
+    while fxn.is_getitem(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _decided_anyway(
+    calls: Sequence[fx.Node], parameters: Iterable[fx.Node], reshard_after_forward: bool
+) -> dict[fx.Node, Decision]:
+    decided: dict[fx.Node, Decision] = {}
+    regions = {node: number for node in calls if (number := fxn.custom(node, "checkpoint_region")) is not None}
+    read_elsewhere = _read_elsewhere(calls, regions.get)
+    gathered = holding_gathered(calls, parameters)
+    for node in calls:
+        if fxn.is_random(_operator_of(node)):
+            decided[node] = "save"
+        elif fxn.is_view_of_all(node) or (node in gathered and reshard_after_forward):
+            decided[node] = "recompute"
+        elif node in gathered:
+            decided[node] = "save"
+        elif node in regions:
+            decided[node] = "save" if node in read_elsewhere else "recompute"
+    return decided
+
+
+def _read_elsewhere(calls: Sequence[fx.Node], place_of: Callable[[fx.Node], object]) -> set[fx.Node]:
+    """What the forward reads at another place than it is computed: directly, or through views, which are made again."""
+    members, found = set(calls), set()
+    for node in reversed(calls):
+        readers = [user for user in node.users if user in members]
+        if any(place_of(user) != place_of(node) or (fxn.is_view_of_all(user) and user in found) for user in readers):
+            found.add(node)
+    return found
+
+
+def holding_gathered(calls: Sequence[fx.Node], parameters: Iterable[fx.Node]) -> set[fx.Node]:
+    """The calls that hold a gathered parameter, or are a shard's way into its gather.
+
+    These are the parameter's gathers, what depends on them and nothing else, and several such values joined to one.
+    """
+    origin = _parameter_of(calls, parameters)
+    gathered: set[fx.Node] = set()
+    leading: set[fx.Node] = set()
+    for node in calls:
+        holding = [argument in gathered for argument in node.all_input_nodes]
+        if node in origin and fxn.collective_kind(node) == "all_gather":
+            leading |= _calls_before(node)
+            gathered.add(node)
+        elif any(holding) and (node in origin or (all(holding) and (len(holding) == 1 or node.target in _JOINS))):
+            gathered.add(node)
+    return gathered | leading
+
+
+def _parameter_of(calls: Iterable[fx.Node], parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For every call that depends on one parameter and nothing else, that parameter."""
+    origin: dict[fx.Node, fx.Node] = {node: node for node in parameters}
+    for node in calls:
+        sources = {origin.get(argument) for argument in node.all_input_nodes}
+        if len(sources) == 1 and (source := sources.pop()) is not None:
+            origin[node] = source
+    return origin
+
+
+def _calls_before(node: fx.Node) -> set[fx.Node]:
+    """The calls that ``node`` depends on."""
+    found: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        before = pending.pop()
+        if before.op == "call_function" and before not in found:
+            found.add(before)
+            pending.extend(before.all_input_nodes)
+    return found
