@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.torch_compat.collectives import concatenated_mesh
+from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, new_ordered_groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelMesh:
-    """A device mesh and its flattened sub-meshes, keyed by the mesh axes they join."""
+    """A device mesh and its flattened sub-meshes, keyed by the mesh axes they join.
+
+    ``ordered`` are the groups whose ranks count in another order of axes, made when they were asked for.
+    """
 
     spec: MeshSpec
     device_mesh: DeviceMesh
     submeshes: dict[tuple[str, ...], DeviceMesh]
+    ordered: dict[tuple[str, ...], PlanAxis] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -68,6 +73,34 @@ class ParallelMesh:
             mesh_axes=wanted, size=mesh.size(), rank=mesh.get_local_rank(), group_name=mesh.get_group().group_name
         )
 
+    def ordered_axis(self, axes: Sequence[PlanAxis]) -> PlanAxis | None:
+        """``axes`` as one whose ranks count in this order, the first slowest; a group of its own unless it ascends.
+
+        The group is made at the first call, which all ranks must make in the same sequence: ask only where what they
+        do depends on nothing but the agreed graph and plan. None where torch cannot order the ranks of a group.
+        """
+        names = tuple(name for axis in axes for name in self.active(axis.mesh_axes))
+        if names in self.submeshes:
+            return self.plan_axis(names)
+        if names not in self.ordered:
+            rank_lists = self._ranks_in_order(names)
+            group = new_ordered_groups(rank_lists)
+            if group is None:
+                return None
+            (own,) = (ranks for ranks in rank_lists if dist.get_rank() in ranks)
+            self.ordered[names] = PlanAxis(
+                mesh_axes=names, size=len(own), rank=own.index(dist.get_rank()), group_name=group.group_name
+            )
+        return self.ordered[names]
+
+    def _ranks_in_order(self, names: tuple[str, ...]) -> list[list[int]]:
+        """The ranks of every group over ``names``, counted along the last of them first."""
+        own = [self.spec.names.index(name) for name in names]
+        others = [i for i in range(len(self.spec.names)) if i not in own]
+        ranks = self.device_mesh.mesh.permute(*others, *own)
+        size = math.prod(self.sizes[name] for name in names)
+        return [[int(rank) for rank in group] for group in ranks.reshape(-1, size).tolist()]
+
     def mesh_of(self, axes: Sequence[PlanAxis]) -> DeviceMesh:
         """A mesh with one dim per plan axis, on the groups that there are; of a single process for none."""
         if not axes:
@@ -76,8 +109,9 @@ class ParallelMesh:
         return meshes[0] if len(meshes) == 1 else concatenated_mesh(meshes)
 
     def axes_by_group(self) -> dict[str, str]:
-        """Process group name -> mesh axes joined by a comma, as reports spell them."""
-        return {mesh.get_group().group_name: ",".join(axes) for axes, mesh in self.submeshes.items()}
+        """Process group name -> mesh axes joined by a comma, as reports spell them; in the order its ranks count."""
+        named = {mesh.get_group().group_name: ",".join(axes) for axes, mesh in self.submeshes.items()}
+        return named | {axis.group_name: axis.name for axis in self.ordered.values()}
 
 
 def build_mesh(spec: MeshSpec, device_type: str) -> ParallelMesh:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Replicate
 
 from lightning_autoparallel.apply.emit import GraphEmitter
+from lightning_autoparallel.apply.groups import OrderedAxis
 from lightning_autoparallel.apply.products import emit_product
 from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.apply.vocabulary import expand_along_vocabulary
@@ -46,9 +47,13 @@ _SHAPE_ARGUMENT = {
 }
 
 
-def lower_graph(captured: CapturedGraph, plan: ShardingPlan) -> ShardedGraph:
-    """The graph that each rank runs: the global program's nodes on local shapes, in the plan's placements."""
-    lowering = _Lowering(captured, plan)
+def lower_graph(captured: CapturedGraph, plan: ShardingPlan, ordered: OrderedAxis | None = None) -> ShardedGraph:
+    """The graph that each rank runs: the global program's nodes on local shapes, in the plan's placements.
+
+    ``ordered`` makes process groups whose ranks count in another order than the mesh's. It is called in the same
+    sequence on all ranks, which lower the same graph with the same plan.
+    """
+    lowering = _Lowering(captured, plan, ordered)
     for node in captured.graph_module.graph.nodes:
         lowering.lower(node)
     graph_module = fx.GraphModule(torch.nn.Module(), lowering.emitter.graph)
@@ -69,8 +74,8 @@ def lower_graph(captured: CapturedGraph, plan: ShardingPlan) -> ShardedGraph:
 class _Lowering:
     """Walks the captured graph once; remembers each value in every placement it was needed in."""
 
-    def __init__(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
-        self._captured, self._plan = captured, plan
+    def __init__(self, captured: CapturedGraph, plan: ShardingPlan, ordered: OrderedAxis | None) -> None:
+        self._captured, self._plan, self._ordered = captured, plan, ordered
         nodes = list(captured.graph_module.graph.nodes)
         (output,) = [node for node in nodes if node.op == "output"]
         self._results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
@@ -177,7 +182,9 @@ class _Lowering:
         return self._moved(lowered, node.meta["val"].shape, drawn, placed)
 
     def _moved(self, node: fx.Node, shape: torch.Size, source: Placements, target: Placements) -> fx.Node:
-        return redistribute(self.emitter, node, shape, source, target, self._plan.axes, self._plan.joint_axes)
+        return redistribute(
+            self.emitter, node, shape, source, target, self._plan.axes, self._plan.joint_axes, self._ordered
+        )
 
     def _keep(self, node: fx.Node, placed: Placements | None, lowered: fx.Node) -> None:
         assert placed is not None, f"{node.name} is no tensor"

@@ -61,7 +61,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     clock = _clock(request.name, timings, context.progress)
     captured, plan = _agreed_plan(request, context, clock)
     with clock("apply"):
-        sharded = lower_graph(captured, plan)
+        sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     with clock("passes"):
         partitioned, passes = _rewritten(sharded, context, artifacts)

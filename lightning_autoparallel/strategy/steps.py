@@ -33,7 +33,6 @@ class LightningSteps:
 
     def __init__(self, module: LightningModule, trainer: Trainer, engine: StepEngine) -> None:
         self._module, self._trainer, self._engine = module, trainer, engine
-        self._groups = engine.context.mesh.axes_by_group()
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self.measured_launches: dict[str, int] = {}
@@ -60,9 +59,11 @@ class LightningSteps:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Add the collectives launched inside to ``measured_launches``."""
-        before = {group: launched_collectives(group) for group in self._groups}
+        # Asked anew each time: a step that was captured in between may have made groups of its own.
+        groups = self._engine.context.mesh.axes_by_group()
+        before = {group: launched_collectives(group) for group in groups}
         yield
-        for group, axes in self._groups.items():
+        for group, axes in groups.items():
             launched = launched_collectives(group) - before[group]
             if launched:
                 self.measured_launches[axes] = self.measured_launches.get(axes, 0) + launched

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +28,20 @@ def launched_collectives(group_name: str) -> int:
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh with the dims of several meshes of one root, on their process groups."""
     return DeviceMesh._concatenate(meshes)
+
+
+def new_ordered_groups(rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """One group per list, its ranks counted in the order of the list; the one that this process is in.
+
+    All ranks call it alike. None where torch sorts the ranks of every group.
+    """
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        return None
+    own = None
+    for ranks in rank_lists:
+        group = dist.new_group(list(ranks), sort_ranks=False)
+        own = group if dist.get_rank() in ranks else own
+    return own
 
 
 def init_fake_world(world_size: int, rank: int = 0) -> None:
