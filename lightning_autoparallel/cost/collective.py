@@ -1,48 +1,106 @@
-"""What it costs to move a value from one placement to another, over one mesh axis."""
+"""What a collective costs: latency of its hops, and bytes over the narrowest link.
+
+The form is that of NCCL's own model (NVIDIA/nccl src/graph/tuning.cc): a ring of n ranks on m nodes passes n-1 hops,
+m-1 of them between nodes (twice that for an all-reduce); a ring that spans nodes enters each of them through all
+adapters of its ranks there, so that its bandwidth is the smaller of one rank's link inside and of those adapters
+together. Moved bytes are those of Thakur, Rabenseifner, Gropp 2005 ("Optimization of Collective Communication
+Operations in MPICH", sec. 4), which are also those of nccl-tests' bus bandwidth (NVIDIA/nccl-tests
+doc/PERFORMANCE.md). Reductions in switches (SHARP) are not counted on. Groups that run at once are not slowed down by
+each other.
+"""
 
 from __future__ import annotations
 
 import math
 
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
-
+from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.errors import UnsupportedOpError
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast")
+# Of a ring's bandwidth. NCCL's model gives trees at most 0.9 of it, less over nodes: they win by latency, when small.
+_TREE_SHARE = 0.5
 
 
-def redistribution_time_us(
-    source: Placement, target: Placement, size_bytes: int, axis_size: int, hardware: HardwareSpec
-) -> float:
-    """Microseconds to redistribute a tensor of ``size_bytes`` (its global size) over ``axis_size`` ranks.
+def collective_time_us(kind: str, size_bytes: int, group: GroupShape, hardware: HardwareSpec) -> float:
+    """Microseconds of one collective; 0 for one rank or no bytes.
 
-    Ring algorithms: an all-gather or reduce-scatter moves (n-1)/n of the tensor through every link, an all-reduce twice
-    that, an all-to-all 1/n of it (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication
-    Operations in MPICH", sec. 4). Infinite where no collective does it.
+    Args:
+        kind: one of ``COLLECTIVES``.
+        size_bytes: bytes of the larger side on one rank: the gathered, or the not yet scattered, tensor.
+        group: the ranks it runs on.
+        hardware: the links.
+
+    Raises:
+        UnsupportedOpError: an unknown kind.
     """
-    kind = redistribution_kind(source, target)
-    if kind is None:
+    if kind not in COLLECTIVES:
+        raise UnsupportedOpError(f"collective {kind!r} has no cost: known are {', '.join(COLLECTIVES)}")
+    if group.ranks == 1 or size_bytes == 0:
         return 0.0
-    if kind == "slice":
-        return hardware.kernel_latency_us + 2 * size_bytes / axis_size / (hardware.memory_gb_per_s * 1e3)
-    if kind == "impossible":
-        return math.inf
-    share = (axis_size - 1) / axis_size
-    moved = {
-        "all_gather": share,
-        "reduce_scatter": share,
-        "all_reduce": 2 * share,
-        "all_to_all": share / axis_size,
-    }[kind]
-    return hardware.link_latency_us + moved * size_bytes / (hardware.link_gb_per_s * 1e3)
+    ring_us = latency_us(kind, group, hardware) + size_bytes / (_bytes_per_us(kind, group, hardware))
+    return min(ring_us, _tree_us(size_bytes, group, hardware)) if kind == "all_reduce" else ring_us
 
 
-def redistribution_kind(source: Placement, target: Placement) -> str | None:
-    """What turns ``source`` into ``target``: a collective's name, ``slice`` (all local), None, ``impossible``."""
-    if source == target:
-        return None
-    if isinstance(target, Partial):
-        return "impossible"
-    if isinstance(source, Replicate):
-        return "slice"
-    if isinstance(source, Partial):
-        return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter"
-    return "all_gather" if isinstance(target, Replicate) else "all_to_all"
+def saturating_bytes(kind: str, group: GroupShape, hardware: HardwareSpec, fraction: float = 0.9) -> int:
+    """The size from which a collective reaches ``fraction`` of its bandwidth: latency is the rest of its time.
+
+    Raises:
+        UnsupportedOpError: an unknown kind.
+    """
+    if kind not in COLLECTIVES:
+        raise UnsupportedOpError(f"collective {kind!r} has no cost: known are {', '.join(COLLECTIVES)}")
+    if group.ranks == 1:
+        return 0
+    moving_us = latency_us(kind, group, hardware) * fraction / (1 - fraction)
+    return math.ceil(moving_us * _bytes_per_us(kind, group, hardware))
+
+
+def latency_us(kind: str, group: GroupShape, hardware: HardwareSpec) -> float:
+    """Microseconds of a collective of next to no bytes, in a ring."""
+    intra_us, inter_us = hardware.intra_node.latency_us, hardware.inter_node.latency_us
+    if kind in ("all_to_all", "permute"):  # every rank sends to the others itself
+        return hardware.launch_latency_us + (intra_us if group.nodes == 1 else inter_us)
+    hops = (group.ranks - group.nodes) * intra_us + (group.nodes - 1) * inter_us
+    return hardware.launch_latency_us + hops * (2 if kind == "all_reduce" else 1)
+
+
+def ring_gb_per_s(group: GroupShape, hardware: HardwareSpec) -> float:
+    """GB/s through each rank of a ring over the group."""
+    if group.nodes == 1:
+        return hardware.intra_node.bandwidth_gb_per_s
+    adapters = group.ranks_per_node * hardware.inter_node.bandwidth_gb_per_s
+    if group.ranks_per_node == 1:
+        return adapters
+    return min(hardware.intra_node.bandwidth_gb_per_s, adapters)
+
+
+def moved_share(kind: str, ranks: int) -> float:
+    """Bytes that pass each link of a ring, per byte of the larger side: nccl-tests' factor of the bus bandwidth."""
+    others = (ranks - 1) / ranks
+    return {"all_reduce": 2 * others, "broadcast": 1.0, "permute": 1.0}.get(kind, others)
+
+
+def _bytes_per_us(kind: str, group: GroupShape, hardware: HardwareSpec) -> float:
+    """Bytes of the larger side per microsecond, latency apart."""
+    if kind == "all_to_all":
+        return 1e3 / _exchange_ns_per_byte(group, hardware)
+    if kind == "permute":
+        link = hardware.intra_node if group.nodes == 1 else hardware.inter_node
+        return link.bandwidth_gb_per_s * 1e3
+    return ring_gb_per_s(group, hardware) * 1e3 / moved_share(kind, group.ranks)
+
+
+def _exchange_ns_per_byte(group: GroupShape, hardware: HardwareSpec) -> float:
+    """An all-to-all: what stays on the node and what leaves it move at once, each rank over its own links."""
+    near = (group.ranks_per_node - 1) / group.ranks / hardware.intra_node.bandwidth_gb_per_s
+    far = (group.ranks - group.ranks_per_node) / group.ranks / hardware.inter_node.bandwidth_gb_per_s
+    return max(near, far)
+
+
+def _tree_us(size_bytes: int, group: GroupShape, hardware: HardwareSpec) -> float:
+    """An all-reduce up and down a tree: a chain inside of each node, a binary tree over nodes (tuning.cc)."""
+    inside = (group.ranks_per_node - 1) * hardware.intra_node.latency_us
+    between = math.ceil(math.log2(group.nodes)) * hardware.inter_node.latency_us
+    moving_us = size_bytes / (_bytes_per_us("all_reduce", group, hardware) * _TREE_SHARE)
+    return hardware.launch_latency_us + 2 * (inside + between) + moving_us

@@ -1,62 +1,60 @@
-"""What it costs to compute an operator on a share of its tensors."""
+"""What it costs to compute the calls of a graph, on the local shapes in ``meta["val"]``.
+
+The larger of the time for the FLOPs, at a fraction of the datasheet's peak that ``HardwareSpec`` keeps at 75 % at
+most, and the time for the bytes (``fusion.py``): the roofline model (Williams, Waterman, Patterson 2009). Time on the
+host is not counted, only what a kernel's launch costs on the device.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch import Tensor, fx
 
+from lightning_autoparallel.cost.flops import is_attention, node_flops
+from lightning_autoparallel.cost.fusion import call_kind, graph_traffic, node_traffic
 from lightning_autoparallel.cost.hardware import HardwareSpec
-from lightning_autoparallel.fx.nodes import VIEWS
+from lightning_autoparallel.fx import nodes as fxn
 
 
-def operator_time_us(
-    op: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-    local_bytes: int,
-    share: float,
-    hardware: HardwareSpec,
-) -> float:
-    """Microseconds to run ``op``: the larger of its FLOPs and its memory traffic.
+def node_time_us(node: fx.Node, hardware: HardwareSpec) -> float:
+    """Microseconds of one call, fusion judged by its neighbours alone; 0 for views, waits and collectives.
 
-    ``args`` and ``result`` are global fake tensors, ``share`` the part of the FLOPs that this rank does,
-    ``local_bytes`` what it reads and writes.
+    Raises:
+        UnsupportedOpError: nothing is known of the operator.
+        ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    if op in VIEWS:
+    return _time_us(node, node_traffic(node), hardware)
+
+
+def graph_times_us(graph: fx.Graph, hardware: HardwareSpec) -> dict[fx.Node, float]:
+    """Microseconds of every call of a graph on the compute stream.
+
+    Raises:
+        UnsupportedOpError: nothing is known of an operator.
+        ConfigError: the hardware has no peak for the dtype of a matrix product.
+    """
+    return {node: _time_us(node, size_bytes, hardware) for node, size_bytes in graph_traffic(graph).items()}
+
+
+def _time_us(node: fx.Node, size_bytes: int, hardware: HardwareSpec) -> float:
+    kind = call_kind(node)
+    if kind in ("free", "collective"):
         return 0.0
-    flops = operator_flops(op, args, kwargs, result)
-    return max(flops * share / (hardware.matmul_tflops * 1e6), local_bytes / (hardware.memory_gb_per_s * 1e3))
+    moving_us = size_bytes / (hardware.achieved_gb_per_s * 1e3)
+    if kind == "fused":
+        # What stays in registers is no kernel of its own.
+        return max(moving_us, hardware.kernel_latency_us) if size_bytes else 0.0
+    flops = node_flops(node)
+    computing_us = flops / (_achieved_tflops(node, hardware) * 1e6) if flops else 0.0
+    return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 
-def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of the operators that torch's counter knows; 0 for the others, which are bound by memory."""
-    if op is torch.ops.aten.einsum.default:
-        return 2 * math.prod(_letter_sizes(*args).values())
-    packet = getattr(op, "overloadpacket", None)
-    if packet not in flop_registry:
-        return 0
-    return int(flop_registry[packet](*args, **kwargs, out_val=result))
+def _achieved_tflops(node: fx.Node, hardware: HardwareSpec) -> float:
+    fraction = hardware.attention_fraction if is_attention(node) else hardware.matmul_fraction
+    return hardware.peak_of(_dtype(node)) * fraction
 
 
-def _letter_sizes(equation: str, operands: Sequence[Tensor]) -> dict[str, int]:
-    terms = equation.split("->")[0].split(",")
-    return {
-        letter: size
-        for term, operand in zip(terms, operands, strict=True)
-        for letter, size in zip(term, operand.shape, strict=True)
-    }
-
-
-def local_size_bytes(tensors: Sequence[Tensor | None], shards: Sequence[int]) -> int:
-    """Bytes of one rank's part of ``tensors``, each cut into the given number of shards."""
-    return sum(
-        tensor.numel() * tensor.element_size() // shard
-        for tensor, shard in zip(tensors, shards, strict=True)
-        if tensor is not None
-    )
+def _dtype(node: fx.Node) -> torch.dtype:
+    """The dtype that is multiplied: that of the first operand."""
+    operands = [value for argument in node.all_input_nodes for value in fxn.values(argument)]
+    return next(value.dtype for value in operands if isinstance(value, Tensor))

@@ -2,28 +2,294 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lightning_autoparallel.errors import ConfigError
+
+HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpec:
+    """One rank's way to another: bytes in one direction, and what a hop adds to a message's way.
+
+    Raises:
+        ConfigError: the bandwidth is not positive, or the latency negative.
+    """
+
+    bandwidth_gb_per_s: float
+    latency_us: float
+
+    def __post_init__(self) -> None:
+        _check(self.bandwidth_gb_per_s > 0, "bandwidth_gb_per_s", self.bandwidth_gb_per_s, "a positive number")
+        _check(self.latency_us >= 0, "latency_us", self.latency_us, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareSpec:
-    """Rates that costs are computed from. They rank placements; no prediction of seconds is shown from them yet."""
+    """Peaks as datasheets give them, and the fractions of them that predictions assume.
+
+    ``peak_tflops`` maps names of dtypes to dense matrix products' rates. ``matmul_fraction`` and ``attention_fraction``
+    are of those, ``memory_fraction`` is of ``memory_gb_per_s``. Links are per rank, with what NCCL's protocols cost
+    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops.
+
+    Raises:
+        ConfigError: a rate is not positive, or a fraction is outside of its range.
+    """
 
     name: str
-    matmul_tflops: float
+    peak_tflops: Mapping[str, float]
+    matmul_fraction: float
+    attention_fraction: float
     memory_gb_per_s: float
-    link_gb_per_s: float
-    link_latency_us: float
+    memory_fraction: float
+    memory_bytes: int
     kernel_latency_us: float
+    launch_latency_us: float
+    intra_node: LinkSpec
+    inter_node: LinkSpec
+    ranks_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for key in ("matmul_fraction", "attention_fraction"):
+            value = getattr(self, key)
+            _check(0 < value <= HIGHEST_FRACTION, key, value, f"above 0 and at most {HIGHEST_FRACTION}")
+        _check(0 < self.memory_fraction <= 1, "memory_fraction", self.memory_fraction, "above 0 and at most 1")
+        for key in ("memory_gb_per_s", "memory_bytes", "ranks_per_node"):
+            _check(getattr(self, key) > 0, key, getattr(self, key), "a positive number")
+        for key in ("kernel_latency_us", "launch_latency_us"):
+            _check(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+        for dtype, rate in self.peak_tflops.items():
+            _check(rate > 0, f"peak_tflops of {dtype}", rate, "a positive number")
+
+    def peak_of(self, dtype: torch.dtype) -> float:
+        """The datasheet's TFLOP/s of matrix products of this dtype.
+
+        Raises:
+            ConfigError: there is none in the table.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.peak_tflops:
+            raise ConfigError(
+                f"hardware {self.name!r} has no peak for matrix products in {name}: give one, as in "
+                f"{{base: {self.name}, peak_tflops: {{{name}: 100}}}}; known are {', '.join(sorted(self.peak_tflops))}"
+            )
+        return self.peak_tflops[name]
+
+    @property
+    def achieved_gb_per_s(self) -> float:
+        """The memory bandwidth that predictions assume."""
+        return self.memory_gb_per_s * self.memory_fraction
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields as numbers, strings and mappings."""
+        plain = replace(self, peak_tflops=dict(self.peak_tflops))
+        return asdict(plain)
 
 
-# Orders of magnitude of an accelerator with a fast link, chosen so that their *ratios* are typical: moving a byte
-# between ranks costs some ten times reading it, and a launch costs as much as moving about a megabyte.
-GENERIC = HardwareSpec(
-    name="generic",
-    matmul_tflops=300.0,
-    memory_gb_per_s=2000.0,
-    link_gb_per_s=100.0,
-    link_latency_us=10.0,
+def _check(holds: bool, key: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"hardware: {key} is {value!r}, but must be {wanted}")
+
+
+def _nvlink(bandwidth_gb_per_s: float) -> LinkSpec:
+    # A hop of NCCL's LL128 protocol over NVLink: 1.9 us (NVIDIA/nccl src/graph/tuning.cc, table hwLat).
+    return LinkSpec(bandwidth_gb_per_s=bandwidth_gb_per_s, latency_us=1.9)
+
+
+def _network(bandwidth_gb_per_s: float) -> LinkSpec:
+    # A hop of the same protocol over the network: 4.0 us (the same table).
+    return LinkSpec(bandwidth_gb_per_s=bandwidth_gb_per_s, latency_us=4.0)
+
+
+# Fractions are assumptions, in the range of what is published: fused attention reaches 73 % on A100 (230 TFLOP/s) and
+# 34 % on H100 (335 TFLOP/s, forward and backward) with FlashAttention-2 (Dao 2023, arXiv:2307.08691, sec. 4.1), which
+# torch's scaled_dot_product_attention calls; large matrix products reach more than whole models do, and copies more of
+# the memory's bandwidth than kernels with reductions. Links: tests/unit/cost/test_collective.py has the published
+# figures that these stay below.
+_A100 = HardwareSpec(
+    name="a100-80gb",
+    # NVIDIA A100 datasheet (nvidia-a100-datasheet-nvidia-us-2188504), SXM4 80GB, without sparsity. torch multiplies
+    # float32 without TF32 unless told otherwise.
+    peak_tflops=MappingProxyType({"float64": 19.5, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0}),
+    matmul_fraction=0.7,
+    attention_fraction=0.6,
+    memory_gb_per_s=2039.0,  # the same datasheet
+    memory_fraction=0.8,
+    memory_bytes=80 * 10**9,
     kernel_latency_us=2.0,
+    launch_latency_us=10.0,  # tuning.cc, table baseLat: ring, LL128
+    # 12 NVLink 3 links, 300 GB/s in one direction (datasheet); NCCL reaches close to 240 (NVIDIA/nccl issue 1712).
+    intra_node=_nvlink(220.0),
+    # One HDR adapter of 200 Gb/s per GPU (DGX A100 datasheet): NCCL reaches 24 GB/s (NVIDIA/nccl-tests issue 160).
+    inter_node=_network(22.0),
 )
+_H100 = HardwareSpec(
+    name="h100",
+    # NVIDIA H100 Tensor Core GPU datasheet, SXM5: half of the figures with sparsity.
+    peak_tflops=MappingProxyType(
+        {
+            "float64": 67.0,
+            "float32": 67.0,
+            "float16": 989.4,
+            "bfloat16": 989.4,
+            "float8_e4m3fn": 1978.9,
+            "float8_e5m2": 1978.9,
+        }
+    ),
+    matmul_fraction=0.65,
+    attention_fraction=0.35,
+    memory_gb_per_s=3350.0,  # the same datasheet
+    memory_fraction=0.8,
+    memory_bytes=80 * 10**9,
+    kernel_latency_us=2.0,
+    launch_latency_us=10.0,
+    # 18 NVLink 4 links, 450 GB/s in one direction (datasheet); NCCL reaches 370 (NVIDIA/nccl-tests issue 212).
+    intra_node=_nvlink(340.0),
+    # One NDR adapter of 400 Gb/s per GPU (DGX H100 datasheet): 46 to 48 GB/s (NVIDIA/nccl-tests issue 290).
+    inter_node=_network(42.0),
+)
+_H200 = replace(
+    _H100,
+    name="h200",
+    # NVIDIA H200 Tensor Core GPU datasheet, SXM: the H100's rates with 141 GB at 4.8 TB/s.
+    memory_gb_per_s=4800.0,
+    memory_bytes=141 * 10**9,
+)
+_B200 = HardwareSpec(
+    name="b200",
+    # NVIDIA Blackwell architecture technical brief, HGX B200 at 1000 W, dense.
+    peak_tflops=MappingProxyType(
+        {
+            "float64": 40.0,
+            "float32": 80.0,
+            "float16": 2250.0,
+            "bfloat16": 2250.0,
+            "float8_e4m3fn": 4500.0,
+            "float8_e5m2": 4500.0,
+        }
+    ),
+    matmul_fraction=0.65,
+    attention_fraction=0.35,  # no published figure for torch's own kernels: as on H100
+    memory_gb_per_s=8000.0,  # the same brief
+    memory_fraction=0.8,
+    memory_bytes=180 * 10**9,  # HGX B200 datasheet: 1.44 TB for eight
+    kernel_latency_us=2.0,
+    launch_latency_us=10.0,
+    # 18 NVLink 5 links, 900 GB/s in one direction (brief); NCCL's own model takes 18 x 40.1 (NVIDIA/nccl issue 1807).
+    intra_node=_nvlink(660.0),
+    inter_node=_network(42.0),  # one adapter of 400 Gb/s per GPU (DGX B200 datasheet), as on H100
+)
+_MI300X = HardwareSpec(
+    name="mi300x",
+    # AMD Instinct MI300X data sheet, dense.
+    peak_tflops=MappingProxyType(
+        {
+            "float64": 163.4,
+            "float32": 163.4,
+            "float16": 1307.4,
+            "bfloat16": 1307.4,
+            "float8_e4m3fn": 2614.9,
+            "float8_e5m2": 2614.9,
+        }
+    ),
+    matmul_fraction=0.5,
+    attention_fraction=0.3,  # no published figure for torch's own kernels: below its matrix products
+    memory_gb_per_s=5300.0,  # the same data sheet
+    memory_fraction=0.75,
+    memory_bytes=192 * 10**9,
+    kernel_latency_us=3.0,
+    launch_latency_us=10.0,
+    # 7 links of 64 GB/s in one direction (data sheet), of which 48 are usable each (rocm.blogs.amd.com, "Understanding
+    # RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X", 2025): 336 GB/s to all peers together.
+    intra_node=_nvlink(300.0),
+    inter_node=_network(42.0),  # one adapter of 400 Gb/s per GPU, as on H100
+)
+_CPU = HardwareSpec(
+    name="cpu",
+    # One socket of an Intel Xeon Platinum 8480+ (ark.intel.com): 56 cores at 2.0 GHz; 64 FLOPs per core and cycle in
+    # float32 with AVX-512, 2048 in bfloat16 with AMX.
+    peak_tflops=MappingProxyType({"float64": 3.6, "float32": 7.2, "float16": 7.2, "bfloat16": 229.0}),
+    matmul_fraction=0.5,
+    attention_fraction=0.25,
+    memory_gb_per_s=307.0,  # 8 channels of DDR5-4800
+    memory_fraction=0.7,
+    memory_bytes=256 * 10**9,
+    kernel_latency_us=5.0,
+    launch_latency_us=50.0,
+    # gloo over TCP publishes no figures: these are orders of magnitude, of the loopback device and of 25 Gb/s Ethernet.
+    intra_node=LinkSpec(bandwidth_gb_per_s=2.0, latency_us=30.0),
+    inter_node=LinkSpec(bandwidth_gb_per_s=1.5, latency_us=60.0),
+)
+
+HARDWARE: Mapping[str, HardwareSpec] = MappingProxyType(
+    {spec.name: spec for spec in (_CPU, _A100, _H100, _H200, _B200, _MI300X)}
+)
+
+
+def hardware_named(name: str) -> HardwareSpec:
+    """The entry of ``HARDWARE``.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in HARDWARE:
+        raise ConfigError(f"unknown hardware {name!r}: known are {', '.join(HARDWARE)}{_hint(name, HARDWARE)}")
+    return HARDWARE[name]
+
+
+def hardware_from(given: str | Mapping[str, Any] | HardwareSpec) -> HardwareSpec:
+    """Hardware as users write it: a name, or ``{"base": "h100", "matmul_fraction": 0.6, ...}`` with measured rates.
+
+    A link is a mapping of its own, of which some keys may be left out; so is ``peak_tflops``.
+
+    Raises:
+        ConfigError: an unknown name or key, or a value outside of its range.
+    """
+    if isinstance(given, HardwareSpec):
+        return given
+    if isinstance(given, str):
+        return hardware_named(given)
+    if not isinstance(given, Mapping) or "base" not in given:
+        raise ConfigError(f"hardware is {given!r}: give a name, or a mapping with a base, like {{base: h100, ...}}")
+    base = hardware_named(str(given["base"]))
+    changes = {key: value for key, value in given.items() if key != "base"}
+    changes.setdefault("name", f"{base.name} with measured rates" if changes else base.name)
+    return replace(base, **{key: _changed(base, key, value) for key, value in changes.items()})
+
+
+def _changed(base: HardwareSpec, key: str, value: Any) -> Any:
+    known = [field.name for field in fields(base)]
+    if key not in known:
+        raise ConfigError(f"hardware has no key {key!r}: keys are {', '.join(known)}{_hint(key, known)}")
+    now = getattr(base, key)
+    if isinstance(now, LinkSpec):
+        return _changed_link(now, key, value)
+    if key == "peak_tflops":
+        return MappingProxyType({**now, **_mapping(key, value)})
+    return value
+
+
+def _changed_link(link: LinkSpec, key: str, value: Any) -> LinkSpec:
+    known = [field.name for field in fields(link)]
+    for name in _mapping(key, value):
+        if name not in known:
+            raise ConfigError(f"hardware: {key} has no key {name!r}: keys are {', '.join(known)}{_hint(name, known)}")
+    return replace(link, **value)
+
+
+def _mapping(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"hardware: {key} is {value!r}, but must be a mapping")
+    return value
+
+
+def _hint(name: str, known: Any) -> str:
+    nearest = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.cost.compute import local_size_bytes, operator_time_us
-from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.cost.placement import PlacementRates, local_size_bytes, operator_time_us
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import products, views, vocabulary
 from lightning_autoparallel.plan.rules import RULES, STRIDED_ALREADY, OpCall, Row, same, with_strides
@@ -38,7 +37,7 @@ class CandidateTable:
     ``warn`` is told once per operator that has to compute replicated.
     """
 
-    def __init__(self, axis: PlanAxis, mesh: DeviceMesh, hardware: HardwareSpec, warn: Callable[[str], None]) -> None:
+    def __init__(self, axis: PlanAxis, mesh: DeviceMesh, hardware: PlacementRates, warn: Callable[[str], None]) -> None:
         self._axis, self._mesh, self._hardware, self._warn = axis, mesh, hardware, warn
         self._size = axis.size
         self._cache: dict[Any, tuple[Candidate, ...]] = {}

@@ -18,8 +18,7 @@ from lightning_autoparallel.contracts import (
     PlanAxis,
     ShardingPlan,
 )
-from lightning_autoparallel.cost.collective import redistribution_time_us
-from lightning_autoparallel.cost.hardware import GENERIC, HardwareSpec
+from lightning_autoparallel.cost.placement import GENERIC, PlacementRates, redistribution_time_us
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
@@ -82,7 +81,7 @@ class _Planning:
     rules: tuple[PlanRule, ...]
     axes: tuple[PlanAxis, ...]
     mesh: ParallelMesh
-    hardware: HardwareSpec
+    hardware: PlacementRates
     warn: Warn
 
 
@@ -91,7 +90,7 @@ def make_plan(
     plan: str | PlanSpec,
     mesh: ParallelMesh,
     warn: Warn,
-    hardware: HardwareSpec = GENERIC,
+    hardware: PlacementRates = GENERIC,
 ) -> ShardingPlan:
     """A placement for every node of ``captured``.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_autoparallel.cost.hardware import GENERIC
+from lightning_autoparallel.cost.placement import GENERIC
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import candidates as module
 from lightning_autoparallel.plan.candidates import CandidateTable

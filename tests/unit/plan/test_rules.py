@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Replicate
 
-from lightning_autoparallel.cost.hardware import GENERIC
+from lightning_autoparallel.cost.placement import GENERIC
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.plan.rules import RULES, P, R, S, rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_autoparallel.cost.hardware import GENERIC
+from lightning_autoparallel.cost.placement import GENERIC
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.plan.rules import RULES
 from tests.simulate import axis_of, node_of, recombined, run_on_ranks

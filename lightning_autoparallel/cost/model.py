@@ -1,0 +1,70 @@
+"""``CostModel``: hardware and process groups, to which passes and reports are bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from lightning_autoparallel.cost.collective import saturating_bytes
+from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
+from lightning_autoparallel.cost.groups import GroupShape
+from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.cost.timeline import Timeline, node_collective_time_us, predict_timeline
+from lightning_autoparallel.errors import UnsupportedOpError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Predicted times on some hardware; ``groups`` maps process group names to shapes (``cost.groups.mesh_groups``).
+
+    All ranks of a job must be given equal ones: what passes decide by them must be decided alike.
+    """
+
+    hardware: HardwareSpec
+    groups: Mapping[str, GroupShape]
+
+    def node_time_us(self, node: fx.Node) -> float:
+        """Microseconds of one call on the compute stream, by itself; 0 for views, waits and collectives.
+
+        Raises:
+            UnsupportedOpError: nothing is known of the operator.
+        """
+        return node_time_us(node, self.hardware)
+
+    def graph_times_us(self, graph: fx.Graph) -> dict[fx.Node, float]:
+        """Microseconds of every call of a graph on the compute stream, fusion judged over the whole graph.
+
+        Raises:
+            UnsupportedOpError: nothing is known of an operator.
+        """
+        return graph_times_us(graph, self.hardware)
+
+    def collective_time_us(self, node: fx.Node) -> float:
+        """Microseconds of the collective that ``node`` starts.
+
+        Raises:
+            UnsupportedOpError: nothing is known of its kind or its process group.
+        """
+        return node_collective_time_us(node, self.hardware, self.groups)
+
+    def saturating_bytes(self, kind: str, group_name: str, fraction: float = 0.9) -> int:
+        """The size (of the larger side) from which a collective reaches ``fraction`` of its group's bandwidth.
+
+        Raises:
+            UnsupportedOpError: nothing is known of the kind or the process group.
+        """
+        if group_name not in self.groups:
+            raise UnsupportedOpError(
+                f"nothing is known of process group {group_name!r}: {', '.join(self.groups)} are known"
+            )
+        return saturating_bytes(kind, self.groups[group_name], self.hardware, fraction)
+
+    def timeline(self, graph: fx.Graph) -> Timeline:
+        """When each call of ``graph`` runs, in its present order.
+
+        Raises:
+            UnsupportedOpError: nothing is known of an operator or a process group.
+        """
+        return predict_timeline(graph, self.hardware, self.groups)

@@ -1,0 +1,123 @@
+"""When each call of a graph runs: one stream that computes, and one per process group that communicates.
+
+Calls are started in the graph's order. A collective starts once everything before it on the compute stream is done
+(its process group's stream waits for the compute stream as it is started, as torch's does) and its group is free; a
+wait holds the compute stream until the collective is done. Memory's and links' bandwidth are not shared between
+streams: on real devices communication slows computing down somewhat, by the processors and the bandwidth it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from lightning_autoparallel.cost.collective import collective_time_us
+from lightning_autoparallel.cost.compute import graph_times_us
+from lightning_autoparallel.cost.groups import GroupShape
+from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.errors import UnsupportedOpError
+from lightning_autoparallel.fx import nodes as fxn
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineEvent:
+    """One call on one stream; ``stream`` is ``COMPUTE`` or the name of a process group."""
+
+    name: str
+    stream: str
+    start_us: float
+    duration_us: float
+
+    @property
+    def end_us(self) -> float:
+        """When it is done."""
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A graph's calls over time, predicted.
+
+    ``time_us`` is the end of the last of them, ``compute_us`` the compute stream's busy time, ``communication_us`` the
+    sum over collectives, and ``exposed_us`` what is left of the time when nothing computes.
+    """
+
+    time_us: float
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    events: tuple[TimelineEvent, ...]
+
+
+def predict_timeline(graph: fx.Graph, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> Timeline:
+    """The timeline of ``graph`` in its present order, ``groups`` by process group name.
+
+    Raises:
+        UnsupportedOpError: an operator or a process group of which nothing is known.
+        ConfigError: the hardware has no peak for the dtype of a matrix product.
+    """
+    streams = _Streams()
+    times_us = graph_times_us(graph, hardware)
+    for node in graph.nodes:
+        if fxn.is_wait(node):
+            streams.wait(node)
+        elif fxn.collective_kind(node):
+            streams.communicate(node, node_collective_time_us(node, hardware, groups))
+        elif times_us[node]:
+            streams.compute(node, times_us[node])
+    return streams.timeline()
+
+
+def node_collective_time_us(node: fx.Node, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> float:
+    """Microseconds of the collective that ``node`` starts.
+
+    Raises:
+        UnsupportedOpError: its kind has no cost, or its process group is not one of ``groups``.
+    """
+    kind, group = fxn.collective_kind(node), fxn.group_of(node)
+    if group not in groups:
+        raise UnsupportedOpError(
+            f"{node.name} runs on process group {group!r}, of which nothing is known: groups are {', '.join(groups)}"
+        )
+    return collective_time_us(kind or str(node.target), fxn.collective_size_bytes(node), groups[group], hardware)
+
+
+class _Streams:
+    def __init__(self) -> None:
+        self._clock_us = 0.0  # of the compute stream
+        self._free_us: dict[str, float] = {}  # by process group
+        self._done_us: dict[fx.Node, float] = {}
+        self._events: list[TimelineEvent] = []
+
+    def compute(self, node: fx.Node, duration_us: float) -> None:
+        self._add(node, COMPUTE, self._clock_us, duration_us)
+        self._clock_us += duration_us
+
+    def communicate(self, node: fx.Node, duration_us: float) -> None:
+        group = fxn.group_of(node)
+        start_us = max(self._clock_us, self._free_us.get(group, 0.0))
+        self._add(node, group, start_us, duration_us)
+        self._free_us[group] = self._done_us[node] = start_us + duration_us
+
+    def wait(self, node: fx.Node) -> None:
+        # What is waited for may be a view of what a collective gave, or a tensor that none did.
+        done_us = max((self._done_us.get(argument, 0.0) for argument in node.all_input_nodes), default=0.0)
+        self._clock_us = max(self._clock_us, done_us)
+
+    def _add(self, node: fx.Node, stream: str, start_us: float, duration_us: float) -> None:
+        self._events.append(TimelineEvent(name=node.name, stream=stream, start_us=start_us, duration_us=duration_us))
+
+    def timeline(self) -> Timeline:
+        time_us = max((event.end_us for event in self._events), default=0.0)
+        compute_us = sum(event.duration_us for event in self._events if event.stream == COMPUTE)
+        return Timeline(
+            time_us=time_us,
+            compute_us=compute_us,
+            communication_us=sum(event.duration_us for event in self._events if event.stream != COMPUTE),
+            exposed_us=time_us - compute_us,
+            events=tuple(self._events),
+        )
