@@ -1,0 +1,77 @@
+"""Values on a mesh of several axes that are gathered one axis at a time, as lowering writes it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from lightning_autoparallel.apply.emit import GraphEmitter
+from lightning_autoparallel.apply.redistribute import redistribute
+from lightning_autoparallel.contracts import Placements, PlanAxis
+from lightning_autoparallel.fx.placements import explicit, local_shape
+from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from tests.placements import R
+
+
+class Chains:
+    """A mesh of ``sizes``; group ``"1"`` is axis 1's, ``"1,0"`` joins axes 1 and 0, axis 1 outside."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+        self.world = math.prod(sizes)
+        self.groups = {
+            ",".join(map(str, chosen)): self._ranks(chosen)
+            for count in range(1, len(sizes) + 1)
+            for chosen in itertools.permutations(range(len(sizes)), count)
+        }
+
+    def _ranks(self, chosen: Sequence[int]) -> list[list[int]]:
+        """Every instance of a group, from rank numbers laid out on the mesh."""
+        ranks = torch.arange(self.world).reshape(self.sizes)
+        rest = [k for k in range(len(self.sizes)) if k not in chosen]
+        return ranks.permute(*rest, *chosen).reshape(-1, math.prod(self.sizes[k] for k in chosen)).tolist()
+
+    def axes(self) -> list[PlanAxis]:
+        """The axes as rank 0 sees them."""
+        return [
+            PlanAxis(mesh_axes=(f"axis{k}",), size=size, rank=0, group_name=str(k)) for k, size in enumerate(self.sizes)
+        ]
+
+    def join(self, names: Sequence[str]) -> PlanAxis | None:
+        """The group of several axes in any order."""
+        group = ",".join(names)
+        if group not in self.groups:
+            return None
+        size = len(self.groups[group][0])
+        return PlanAxis(mesh_axes=tuple(f"axis{name}" for name in names), size=size, rank=0, group_name=group)
+
+    def ascending(self, names: Sequence[str]) -> PlanAxis | None:
+        """The group of several axes as a flattened mesh has it."""
+        return self.join(names) if list(names) == sorted(names) else None
+
+    def shards(self, full: Tensor, source: Placements) -> list[list[Tensor]]:
+        """Each rank's input: ``full`` cut by one axis after the other."""
+        inputs = []
+        for coordinates in itertools.product(*map(range, self.sizes)):
+            part = full
+            for size, place, placement in zip(self.sizes, coordinates, source, strict=True):
+                part = part.chunk(size, placement.dim)[place]
+            inputs.append([part.contiguous()])
+        return inputs
+
+    def graph(self, shape: torch.Size, source: Placements, order: Sequence[int]) -> fx.Graph:
+        """Every rank's graph, as gathers know no rank: its shard gathered over the axes in ``order``."""
+        axes = self.axes()
+        with FakeTensorMode() as mode:
+            local = torch.empty(local_shape(shape, source, axes))
+        emitter = GraphEmitter(mode)
+        node, current = emitter.placeholder("x", local), explicit(source, axes)
+        for k in order:
+            target = tuple(R if i == k else placement for i, placement in enumerate(current))
+            node, current = redistribute(emitter, node, shape, current, target, axes), target
+        emitter.graph.output([node])
+        return emitter.graph
