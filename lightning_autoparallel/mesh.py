@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, new_ordered_groups
+from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ class ParallelMesh:
             return self.plan_axis(names)
         if names not in self.ordered:
             rank_lists = self._ranks_in_order(names)
-            group = new_ordered_groups(rank_lists)
+            with one_gloo_thread():
+                group = new_ordered_groups(rank_lists)
             if group is None:
                 return None
             (own,) = (ranks for ranks in rank_lists if dist.get_rank() in ranks)
@@ -121,10 +124,13 @@ def build_mesh(spec: MeshSpec, device_type: str) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the world size.
     """
     spec = spec.resolve(dist.get_world_size())
-    device_mesh = init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
-    submeshes: dict[tuple[str, ...], DeviceMesh] = {(name,): device_mesh[name] for name in spec.names}
+    backend = own_gloo_groups()
+    backends: Any = None if backend is None else dict.fromkeys(spec.names, backend)
     active = tuple(name for name, size in spec.axes if size > 1)
-    for count in range(2, len(active) + 1):
-        for axes in itertools.combinations(active, count):
-            submeshes[axes] = device_mesh[axes]._flatten("_".join(axes))
+    with one_gloo_thread():
+        device_mesh = init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names, backend_override=backends)
+        submeshes: dict[tuple[str, ...], DeviceMesh] = {(name,): device_mesh[name] for name in spec.names}
+        for count in range(2, len(active) + 1):
+            for axes in itertools.combinations(active, count):
+                submeshes[axes] = device_mesh[axes]._flatten("_".join(axes), backend_override=backend)
     return ParallelMesh(spec=spec, device_mesh=device_mesh, submeshes=submeshes)

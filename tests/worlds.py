@@ -130,10 +130,13 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
+
     # A rank that dies in native code says where: its last words are in the captured stderr of the test.
     faulthandler.enable()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    with one_gloo_thread():
+        dist.init_process_group("gloo", rank=rank, world_size=size)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError
+from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class ControlGroup:
     def __init__(self, timeout: timedelta) -> None:
         # A fake world has one process, which agrees with itself.
         self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
-        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
+        with one_gloo_thread():
+            self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def agrees(self, text: str) -> bool:
         """Whether every rank gave the same text: one all-reduce of 16 bytes."""

@@ -28,6 +28,7 @@ from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.recorder import ALREADY_GLOBAL
+from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
 class WorldStrategy(ParallelStrategy):
@@ -114,9 +115,10 @@ class WorldStrategy(ParallelStrategy):
         )
         assert self.cluster_environment is not None
         device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment, self.process_group_backend, timeout=self.timeout, device_id=device_id
-        )
+        with one_gloo_thread():
+            _init_dist_connection(
+                self.cluster_environment, self.process_group_backend, timeout=self.timeout, device_id=device_id
+            )
         # Lightning leaves gloo groups to the interpreter's exit, where their threads may abort the process.
         atexit.register(_destroy_process_groups)
 

@@ -1,0 +1,56 @@
+"""Gloo groups of the package run on one thread each."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.mesh import build_mesh
+from lightning_autoparallel.pipeline.agreement import ControlGroup
+from tests.worlds import Worlds
+
+TORCHS_OWN, OURS = 2, 1
+
+
+def runloops() -> int:
+    """Worker threads of all gloo groups of this process."""
+    time.sleep(0.3)  # threads name themselves once they run
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("pt_gloo_runloop")
+
+
+def made() -> tuple[int, int, int, bool]:
+    """Threads that a group of torch's, a mesh (two axes and both as one) and a control group add; is the mesh alone?"""
+    start = runloops()
+    dist.new_group()
+    plain = runloops()
+    mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": 2, "tp": 1}), "cpu")
+    meshed = runloops()
+    ControlGroup(dist.default_pg_timeout)
+    own = mesh.submesh(("dp_shard",)).get_group() is not dist.group.WORLD
+    return plain - start, meshed - plain, runloops() - meshed, own
+
+
+def test_groups_of_the_package_have_one_thread_and_none_is_the_default_group(worlds: Worlds):
+    axes = 2
+    for answer in worlds(2).run(made):
+        assert answer == (TORCHS_OWN, axes * OURS, OURS, True)
+
+
+def timeout_of_a_mesh() -> float:
+    """Seconds, where those of the default group are 77 while the mesh is made."""
+    world = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = world.options._timeout
+    world._set_default_timeout(timedelta(seconds=77))
+    group = build_mesh(MeshSpec.from_mapping({"dp_shard": 2}), "cpu").device_mesh.get_group()
+    world._set_default_timeout(before)
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_mesh_keeps_the_timeout_of_the_default_group(worlds: Worlds):
+    assert worlds(2).run(timeout_of_a_mesh) == [77, 77]
