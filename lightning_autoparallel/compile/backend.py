@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import fx
+
 from lightning_autoparallel.contracts import GraphCallable, PartitionedGraph
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.torch_compat.inductor import compile_graph, find_cpp_compiler
@@ -24,7 +28,7 @@ def lower_partitioned(partitioned: PartitionedGraph, compile: bool) -> tuple[Gra
     """Callables that take a list of tensors: forward, and backward where there is one."""
     forward, backward = partitioned.forward, partitioned.backward
     if not compile:
-        return _interpreted(forward), None if backward is None else _interpreted(backward)
+        return interpreted(forward), None if backward is None else interpreted(backward)
     lowered = compile_graph(forward, is_inference=backward is None, is_backward=False)
     if backward is None:
         return lowered.call, None
@@ -44,5 +48,23 @@ def _saved_strides(
     return {name: stride for name, stride in zip(names, strides, strict=True) if stride is not None}
 
 
-def _interpreted(graph_module: GraphCallable) -> GraphCallable:
-    return lambda arguments: graph_module(*arguments)
+def interpreted(graph_module: fx.GraphModule) -> GraphCallable:
+    """A callable of the graph as it is, which empties the list that it is given.
+
+    A caller's list, or a tuple of arguments, would keep every input alive until the graph has returned. Here inputs are
+    taken out of the list, and each is freed after its last use, as any other value.
+    """
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    taken = {
+        node: graph.call_function(_take, (given, index), name=node.name)
+        for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
+    }
+    graph.output(graph.graph_copy(graph_module.graph, taken))
+    run = fx.GraphModule(graph_module, graph).forward
+    return lambda arguments: run(arguments)
+
+
+def _take(given: list[Any], index: int) -> Any:
+    value, given[index] = given[index], None
+    return value

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
 
 
 class Layout(Protocol):
@@ -27,8 +28,9 @@ def run_step(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Lay
     has an entry for each of them, None for what is no sharded parameter.
     """
     if step.backward is None or not torch.is_grad_enabled():
-        local = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
-        return list(step.forward([*local, *step.constants]))[: _results(step)]
+        everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
+        everything += step.constants
+        return list(step.forward(everything))[: _results(step)]
     return list(_StepFunction.apply(step, layouts, *inputs))  # type: ignore[no-untyped-call]
 
 
@@ -45,12 +47,15 @@ def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
 class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: CompiledStep, layouts: Sequence[Layout | None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        local = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
-        everything = [*local, *step.constants]
-        produced = list(step.forward(list(everything)))
+        everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
+        everything += step.constants
+        by_position = _without_tangents(step, everything)
+        kept = [by_position.pop(i) for i in step.partitioned.saved_inputs]
+        by_position.clear()  # the forward empties its list: what is read for the last time there is freed there
+        produced = list(step.forward(everything))
         count = _results(step)
         results, values = _distinct(produced[:count]), produced[count:]
-        ctx.save_for_backward(*(_without_tangents(step, everything)[i] for i in step.partitioned.saved_inputs), *values)
+        ctx.save_for_backward(*kept, *values)
         ctx.step, ctx.layouts, ctx.count = step, layouts, len(inputs)
         ctx.set_materialize_grads(False)
         ctx.shapes = [(result.shape, result.dtype, result.device) for result in results]
@@ -66,7 +71,9 @@ class _StepFunction(torch.autograd.Function):
             shape, dtype, device = ctx.shapes[i]
             gradient = gradients[i]
             tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
-        produced = ctx.step.backward([*ctx.saved_tensors, *tangents])
+        arguments = [*ctx.saved_tensors, *tangents]
+        release_saved_tensors(ctx)
+        produced = ctx.step.backward(arguments)
         return None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
 
 
