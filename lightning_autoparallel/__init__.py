@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_autoparallel.callbacks import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback
+from lightning_autoparallel.compile import autoparallel_backend
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.pipeline import parallelize
 from lightning_autoparallel.strategy import AutoParallelStrategy
@@ -17,6 +18,7 @@ __all__ = [
     "MeshSpec",
     "PeakMemoryMonitor",
     "PlanReportCallback",
+    "autoparallel_backend",
     "parallelize",
     "plan",
 ]

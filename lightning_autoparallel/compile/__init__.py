@@ -1,7 +1,16 @@
 """Split the joint graph in forward and backward, lower both, run them under autograd."""
 
 from lightning_autoparallel.compile.backend import check_compiler, lower_partitioned
+from lightning_autoparallel.compile.dynamo_backend import autoparallel_backend
 from lightning_autoparallel.compile.partition import partition_graph
+from lightning_autoparallel.compile.retrace import retraceable
 from lightning_autoparallel.compile.step import run_step
 
-__all__ = ["check_compiler", "lower_partitioned", "partition_graph", "run_step"]
+__all__ = [
+    "autoparallel_backend",
+    "check_compiler",
+    "lower_partitioned",
+    "partition_graph",
+    "retraceable",
+    "run_step",
+]

@@ -71,6 +71,18 @@ class _Variant:
         return all(guard.holds(counters) for guard in self.watcher.guards)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedStep:
+    """A captured step that others than the engine run, and what ranks must agree on before they do."""
+
+    call: StepCall
+    layout: BatchLayout
+    index: int
+    module_state: Any
+    step: CompiledStep
+    layouts: tuple[ParameterLayout | None, ...]
+
+
 @dataclass
 class StepEngine:
     """Holds one module's captured steps; ``draws`` numbers the steps that drew random numbers, for their seeds."""
@@ -116,6 +128,32 @@ class StepEngine:
         leaves, rebuild = flatten_batch(batch)
         return self._variant(call, leaves, rebuild, counters).step.report
 
+    def find(self, call: StepCall, leaves: Sequence[tuple[str, Any]]) -> PreparedStep | None:
+        """The step captured for a batch of such leaves, of which only shapes are read; None, on all ranks, if none is.
+
+        Raises:
+            ConfigError: this rank has no such step, and others are about to run one.
+        """
+        layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
+        known = self._variants.get((call.name, layout, state), [])
+        index = next((i for i, variant in enumerate(known) if variant.holds({})), None)
+        if index is None:
+            self._check_agreement(call, layout, [], -1, state)
+            return None
+        step, layouts = known[index].step, known[index].layouts
+        return PreparedStep(call=call, layout=layout, index=index, module_state=state, step=step, layouts=layouts)
+
+    def check_prepared(self, prepared: PreparedStep, batch: Sequence[Tensor | None]) -> None:
+        """Compare ranks before a prepared step runs; ``batch`` has its tensors in order, None for unknown ones.
+
+        Raises:
+            ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
+            CaptureError: ranks took different branches, or froze different parameters.
+        """
+        paths = [leaf.path for leaf in prepared.layout.tensors]
+        leaves = [(path, leaf) for path, leaf in zip(paths, batch, strict=True) if leaf is not None]
+        self._check_agreement(prepared.call, prepared.layout, leaves, prepared.index, prepared.module_state)
+
     def execute(
         self, call: StepCall, batch: Any, counters: Mapping[str, int], around: Around = contextlib.nullcontext
     ) -> StepResult:
@@ -130,7 +168,7 @@ class StepEngine:
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         inputs = [*parameters.values(), *buffers.values(), *tensors]
-        with self._seeded(variant.step), around():
+        with self.seeded(variant.step), around():
             results = run_step(variant.step, inputs, variant.layouts)
         return self._distribute(variant, results, buffers)
 
@@ -280,7 +318,7 @@ class StepEngine:
         )
 
     @contextlib.contextmanager
-    def _seeded(self, step: CompiledStep) -> Iterator[None]:
+    def seeded(self, step: CompiledStep) -> Iterator[None]:
         """Random draws of a step differ between batch shards and steps, and leave the user's generators alone."""
         if not step.has_random_ops:
             yield

@@ -21,6 +21,7 @@ from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
+from lightning_autoparallel.pipeline.traced import TracedCalls, call_traced
 
 
 class ParallelModule(nn.Module):
@@ -30,6 +31,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.module = module
         self._engine = engine
+        self._traced = TracedCalls(engine, self._call)
 
     @property
     def report(self) -> PlanReport:
@@ -37,12 +39,22 @@ class ParallelModule(nn.Module):
         return next(reversed(self._engine.reports.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on this rank's part of the batch: global scalars come back whole, batched results as this rank's rows."""
-        result = self._engine.execute(self._call(), (args, kwargs), {})
-        return result.output
+        """Run on this rank's part of the batch: global scalars come back whole, batched results as this rank's rows.
 
-    def _call(self) -> StepCall:
-        training = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.module.parameters())
+        Under ``torch.compile`` the batch must be like one that was run or prepared before.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return call_traced(self.module, self._traced, args, kwargs)
+        return self._engine.execute(self._call(self._trains()), (args, kwargs), {}).output
+
+    def prepare(self, *args: Any, **kwargs: Any) -> PlanReport:
+        """Capture the call for batches like this rank's part of one, without running it; every rank calls it alike."""
+        return self._engine.prepare(self._call(self._trains()), (args, kwargs), {})
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.module.parameters())
+
+    def _call(self, training: bool) -> StepCall:
         return StepCall(
             name="forward_backward" if training else "forward",
             run=lambda batch, watcher: self.module(*batch[0], **batch[1]),
@@ -104,7 +116,7 @@ def parallelize(
     engine.shard_parameters()
     parallel = ParallelModule(module, engine)
     local = _local_sample((sample_args, {}), built.data_parallel_size, target)
-    engine.prepare(parallel._call(), local, {})
+    engine.prepare(parallel._call(parallel._trains()), local, {})
     return parallel
 
 

@@ -66,6 +66,21 @@ def compile_graph(
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
 
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that a graph must be traced with before Inductor lowers it."""
+    return select_decomp_table()
+
+
+def compile_traced(is_inference: bool, is_backward: bool) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
+    """A compiler for graphs that were traced with ``inductor_decompositions``, as AOTAutograd calls it."""
+
+    def compile(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        with inductor_config.patch(fallback_random=True):
+            return compile_fx_inner(graph_module, examples, is_inference=is_inference, is_backward=is_backward)
+
+    return compile
+
+
 def _example(node: fx.Node, input_strides: Mapping[str, tuple[int, ...]]) -> Tensor:
     """A fake tensor of the placeholder's geometry, of its own: tracing tells inputs apart by identity."""
     value: Tensor = node.meta["val"]

@@ -1,0 +1,46 @@
+"""Dynamo's side of ``torch.compile``: backends over AOTAutograd, and errors that reach the caller as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import ShortenTraceback
+
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.torch_compat.inductor import compile_traced, inductor_decompositions
+
+PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+class TracedConfigError(ConfigError, ShortenTraceback):
+    """A ConfigError found while Dynamo traces; what it does not know it wraps as an internal error of its own."""
+
+    def __init__(self, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)
+
+
+def compile_with_partition(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction, compile: bool
+) -> Callable[..., Any]:
+    """What a Dynamo backend gives back: the graph under AOTAutograd, its halves lowered by Inductor or interpreted."""
+    if not compile:
+        return aot_autograd(fw_compiler=_interpret, partition_fn=partition)(graph_module, inputs)
+    backend = aot_autograd(
+        fw_compiler=compile_traced(is_inference=False, is_backward=False),
+        bw_compiler=compile_traced(is_inference=False, is_backward=True),
+        inference_compiler=compile_traced(is_inference=True, is_backward=False),
+        partition_fn=partition,
+        decompositions=inductor_decompositions(),
+    )
+    return backend(graph_module, inputs)
+
+
+def _interpret(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+    def run(arguments: list[Any]) -> Any:
+        return fx.Interpreter(graph_module).boxed_run(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # it empties its list, so that inputs are freed in time
+    return run
