@@ -68,7 +68,11 @@ VIEWS = _VIEWS_OF_ALL | {
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unbind.int,
+    aten.view.dtype,
 }
+
+PARAMETER_GATHER = "parameter_gather"
+TERMINAL_REDUCTION = "terminal_reduction"
 
 
 def is_view_of_all(node: fx.Node) -> bool:
@@ -79,6 +83,11 @@ def is_view_of_all(node: fx.Node) -> bool:
 def collective_kind(node: fx.Node) -> str | None:
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, or None."""
     return _KINDS.get(node.target)  # type: ignore[call-overload]
+
+
+def collective_role(node: fx.Node) -> str | None:
+    """``parameter_gather`` or ``terminal_reduction``, as the pass ``tag_collectives`` found; None for any other."""
+    return node.meta.get("collective_role")
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -112,6 +121,19 @@ def is_backward(node: fx.Node) -> bool:
 def custom(node: fx.Node, key: str) -> Any:
     """An annotation made during capture (``module``, ``source``, ``checkpoint_region``), or None."""
     return (node.meta.get("custom") or {}).get(key)
+
+
+def module_path(node: fx.Node) -> str | None:
+    """The path of the module whose code a node is of; None where capture knows none."""
+    path = custom(node, "module")
+    return None if path is None else str(path)
+
+
+def block_of(path: str) -> str | None:
+    """The repeated module that a path lies in, ``layers.3`` for ``layers.3.norm``; None if it lies in none."""
+    parts = path.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return None if first is None else ".".join(parts[: first + 1])
 
 
 def edge_of(node: fx.Node) -> str | None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+from lightning_autoparallel.contracts import GraphInput, GraphOutput
+from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
+from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
 from lightning_autoparallel.passes.join_biases import join_biases
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
@@ -9,23 +15,28 @@ from lightning_autoparallel.passes.one_in_flight import one_in_flight
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
 from lightning_autoparallel.passes.sink_waits import sink_waits
+from lightning_autoparallel.passes.tag_collectives import tag_collectives
 
 
-def joint_passes() -> tuple[GraphPass, ...]:
-    """The passes over the joint graph, before it is partitioned."""
+def joint_passes(inputs: Sequence[GraphInput] = (), outputs: Sequence[GraphOutput] = ()) -> tuple[GraphPass, ...]:
+    """The passes over the joint graph, before it is partitioned; ``inputs`` and ``outputs`` are the graph's."""
     return (
         GraphPass(name="cast_before_gather", run=cast_before_gather),
         GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),
         GraphPass(name="join_biases", run=join_biases),
+        # the last one: it tags what the others leave
+        GraphPass(name="tag_collectives", run=partial(tag_collectives, inputs=inputs, outputs=outputs)),
     )
 
 
-def split_passes(backend: str) -> tuple[GraphPass, ...]:
+def split_passes(backend: str, bucket_limit: BucketLimit | None = None) -> tuple[GraphPass, ...]:
     """The passes over the forward and the backward graph each; an inference graph is a forward.
 
-    ``backend`` is that of the mesh's process groups: what it cannot do is undone at the end.
+    ``backend`` is that of the mesh's process groups: what it cannot do is undone at the end. ``bucket_limit`` gives the
+    bytes that one launch may move, by kind and group.
     """
-    return _OVERLAP if backend != "gloo" else (*_OVERLAP, *_ON_GLOO)
+    merged = GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit))
+    return (merged, *_OVERLAP) if backend != "gloo" else (merged, *_OVERLAP, *_ON_GLOO)
 
 
 _OVERLAP = (
@@ -37,4 +48,4 @@ _ON_GLOO = (GraphPass(name="one_in_flight", run=one_in_flight),)
 
 def all_passes() -> tuple[GraphPass, ...]:
     """Every pass, by which names are checked."""
-    return (*joint_passes(), *_OVERLAP, *_ON_GLOO)
+    return (*joint_passes(), *split_passes("gloo"))

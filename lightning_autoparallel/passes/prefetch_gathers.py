@@ -9,38 +9,38 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.bucketing.moves import hoist
 
 
 def prefetch_gathers(graph: fx.Graph, *, depth: int = 1) -> tuple[str, ...]:
-    """Start every all-gather of an input before the wait for the gather ``depth`` places ahead of it."""
-    gathers = [node for node in graph.nodes if fxn.collective_kind(node) == "all_gather" and _only_from_input(node)]
-    position = {node: index for index, node in enumerate(graph.nodes)}
+    """Start every all-gather of parameters, or of an input, before the wait for the gather ``depth`` ahead of it."""
+    gathers = [node for node in graph.nodes if fxn.collective_kind(node) == "all_gather" and _starts_early(node)]
     moved = 0
     for earlier, gather in zip(gathers, gathers[depth:], strict=False):
         wait = next((user for user in earlier.users if fxn.is_wait(user)), None)
-        if wait is None or position[wait] > position[gather]:
+        if wait is None or gather < wait:  # nodes compare by their place in the graph
             continue
-        for needed in _chain(gather):
-            wait.prepend(needed)
+        hoist(gather, wait)
         moved += 1
     return (f"{moved} gathers started {depth} ahead",) if moved else ()
 
 
-def _chain(node: fx.Node) -> list[fx.Node]:
-    """The calls that lead from an input to ``node``, in order, ``node`` last."""
-    chain = [node]
-    while chain[0].all_input_nodes[0].op != "placeholder":
-        chain.insert(0, chain[0].all_input_nodes[0])
-    return chain
+def _starts_early(gather: fx.Node) -> bool:
+    """Whether what is gathered costs next to nothing to compute early.
 
-
-def _only_from_input(node: fx.Node) -> bool:
-    """Whether a straight line of calls without other readers or collectives leads from one input to ``node``."""
-    current = node
-    while current.op != "placeholder":
-        if len(current.all_input_nodes) != 1 or fxn.is_random(current):
+    That holds for parameters, alone or several in a bucket, and for what a straight line of calls without other readers
+    makes of one input. No collective may lie in between.
+    """
+    of_parameters = fxn.collective_role(gather) == fxn.PARAMETER_GATHER
+    pending, seen = [gather], {gather}
+    while pending:
+        current = pending.pop()
+        straight = of_parameters or len(current.all_input_nodes) == 1
+        if not straight or fxn.is_random(current):
             return False
-        current = current.all_input_nodes[0]
-        if current.op != "placeholder" and (len(current.users) != 1 or fxn.is_wait(current)):
+        sources = {node for node in current.all_input_nodes if node.op != "placeholder"} - seen
+        if any(fxn.is_wait(source) or (not of_parameters and len(source.users) != 1) for source in sources):
             return False
+        seen |= sources
+        pending.extend(sources)
     return True

@@ -80,6 +80,7 @@ def parallelize(
     dump_dir: str | None = None,
     batch_dims: int | Mapping[str, int | None] | None = None,
     disabled_passes: Sequence[str] = (),
+    bucket_mb: float | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelModule:
@@ -105,6 +106,7 @@ def parallelize(
         max_captures=max_captures,
         dump_dir=dump_dir,
         disabled_passes=tuple(disabled_passes),
+        bucket_mb=bucket_mb,
     )
     check_disabled(config.disabled_passes, all_passes())
     if compile:

@@ -24,7 +24,7 @@ from lightning_autoparallel.contracts import (
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
-from lightning_autoparallel.passes import joint_passes, run_passes, split_passes
+from lightning_autoparallel.passes import BucketLimit, joint_passes, run_passes, split_passes
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
@@ -88,16 +88,29 @@ def _rewritten(
     """Passes over the joint graph, the partition, passes over what it made."""
     config, groups = context.config, context.mesh.axes_by_group()
     reports = run_passes(
-        sharded.graph_module, sharded.name, joint_passes(), groups, artifacts, disabled=config.disabled_passes
+        sharded.graph_module,
+        sharded.name,
+        joint_passes(sharded.inputs, sharded.outputs),
+        groups,
+        artifacts,
+        disabled=config.disabled_passes,
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
-    passes = split_passes(context.mesh.backend)
+    passes = split_passes(context.mesh.backend, _bucket_limit(config))
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():
         if graph_module is not None:
             name = f"{sharded.name}.{half}" if partitioned.backward is not None else f"{sharded.name}.inference"
             reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
     return partitioned, reports
+
+
+def _bucket_limit(config: EngineConfig) -> BucketLimit | None:
+    """What the user allows one launch to move; None leaves it to the pass."""
+    if config.bucket_mb is None:
+        return None
+    most = int(config.bucket_mb * 1e6)
+    return lambda kind, group: most
 
 
 Clock = Callable[[str], contextlib.AbstractContextManager[None]]
