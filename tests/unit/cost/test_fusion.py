@@ -1,0 +1,94 @@
+"""Bytes that go through memory: values between fused calls do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_autoparallel.cost.fusion import graph_traffic, node_traffic
+from tests.unit.cost._graphs import Builder, aten
+
+KIB = 1024  # 16 x 16 values of float32
+
+
+def traffic_of(build: Builder, *nodes):
+    counted = graph_traffic(build.output(*nodes))
+    return {node.name: size for node, size in counted.items() if size}
+
+
+def test_a_chain_reads_its_input_and_writes_its_end():
+    build = Builder()
+    x = build.input(16, 16)
+    last = build.call(aten.exp.default, build.call(aten.mul.Tensor, x, x))
+    assert traffic_of(build, last) == {"mul_tensor": KIB, "exp_default": KIB}
+
+
+def test_what_a_matrix_product_reads_is_written():
+    build = Builder()
+    doubled = build.call(aten.mul.Tensor, build.input(16, 16), 2)
+    turned = build.call(aten.t.default, doubled)
+    product = build.call(aten.mm.default, turned, doubled)
+    # the product reads it twice, the second time as it lies: two values of the graph
+    assert traffic_of(build, product) == {"mul_tensor": 2 * KIB, "mm_default": 3 * KIB}
+
+
+def test_a_residual_is_read_again_after_the_product():
+    """The sum comes after a kernel that depends on the first call: they cannot be one."""
+    build = Builder()
+    first = build.call(aten.mul.Tensor, build.input(16, 16), 2)
+    product = build.call(aten.mm.default, first, build.input(16, 16))
+    last = build.call(aten.add.Tensor, first, product)
+    assert traffic_of(build, last) == {"mul_tensor": 2 * KIB, "mm_default": 3 * KIB, "add_tensor": 3 * KIB}
+    assert node_traffic(last) == 2 * KIB  # alone, it cannot tell
+
+
+def test_the_order_of_calls_does_not_matter():
+    """An independent product between two pointwise calls does not part them."""
+    build = Builder()
+    x, y = build.input(16, 16), build.input(16, 16)
+    first = build.call(aten.mul.Tensor, x, 2)
+    product = build.call(aten.mm.default, y, y)
+    last = build.call(aten.exp.default, first)
+    assert traffic_of(build, last, product) == {"mul_tensor": KIB, "mm_default": 2 * KIB, "exp_default": KIB}
+
+
+def test_a_norm_reads_its_input_once():
+    build = Builder()
+    x = build.input(16, 16)
+    mean = build.call(aten.mean.dim, build.call(aten.mul.Tensor, x, x), [1], True)
+    last = build.call(aten.mul.Tensor, x, build.call(aten.rsqrt.default, mean))
+    assert traffic_of(build, last) == {"mul_tensor": KIB, "mul_tensor_1": KIB}
+
+
+def test_a_row_too_long_for_a_kernel_is_read_twice():
+    """Rows of 32768 floats are 128 KiB."""
+    build = Builder()
+    x = build.input(2, 32768)
+    greatest = build.call(aten.amax.default, x, [1], True)
+    last = build.call(aten.sub.Tensor, x, greatest)
+    size = 2 * 32768 * 4
+    assert traffic_of(build, last) == {"amax_default": size + 8, "sub_tensor": 2 * size + 8}
+
+
+def test_rows_that_are_looked_up():
+    """4 rows of a table of 1000: the indices, the rows, and the rows written."""
+    build = Builder()
+    table, index = build.input(1000, 16), build.input(4, dtype=torch.int64)
+    last = build.call(aten.embedding.default, table, index)
+    assert traffic_of(build, last) == {"embedding_default": 4 * 8 + 2 * 4 * 16 * 4}
+
+
+def test_constants_are_made_where_they_are_needed():
+    build = Builder()
+    ones = build.call(aten.full.default, [16, 16], 1.0, device="meta")
+    product = build.call(aten.mm.default, build.input(16, 16), build.input(16, 16))
+    last = build.call(aten.add.Tensor, product, ones)
+    assert traffic_of(build, last) == {"mm_default": 3 * KIB, "add_tensor": 2 * KIB}
+
+
+@pytest.mark.parametrize("op", [aten.mul.Tensor, aten.mm.default], ids=str)
+def test_a_call_between_inputs_and_outputs_is_the_same_alone(op):
+    build = Builder()
+    node = build.call(op, build.input(16, 16), build.input(16, 16))
+    assert traffic_of(build, node) == {node.name: 3 * KIB}
+    assert node_traffic(node) == 3 * KIB

@@ -1,0 +1,104 @@
+"""Streams: what runs when, worked out by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lightning_autoparallel.cost import CostModel, GroupShape, predict_timeline
+from lightning_autoparallel.cost.timeline import COMPUTE
+from lightning_autoparallel.errors import UnsupportedOpError
+from tests.unit.cost._graphs import PAIR, ROUND, Builder, aten
+
+KIB_US = 1.024
+# Two ranks gather 1 KiB: 10 to start, 2 for the hop, half of it moves.
+GATHER_US = 10 + 2 + 0.512
+PRODUCT_US = 3 * KIB_US
+
+
+def events_of(timeline):
+    return {event.name: (event.stream, pytest.approx(event.start_us)) for event in timeline.events}
+
+
+def test_a_gather_hides_behind_what_runs_before_its_wait():
+    build = Builder()
+    shard, x = build.input(8, 16), build.input(16, 16)
+    started = build.gather(shard, 2, "pair")
+    work = build.call(aten.mm.default, x, x)
+    whole = build.wait(started)
+    last = build.call(aten.mm.default, work, whole)
+    timeline = predict_timeline(build.output(last), ROUND, PAIR)
+    assert events_of(timeline) == {
+        started.name: ("pair", 0.0),
+        work.name: (COMPUTE, 0.0),
+        last.name: (COMPUTE, GATHER_US),
+    }
+    # the product of x with itself reads it once
+    assert timeline.compute_us == pytest.approx(2 * KIB_US + PRODUCT_US)
+    assert timeline.communication_us == pytest.approx(GATHER_US)
+    assert timeline.time_us == pytest.approx(GATHER_US + PRODUCT_US)
+    assert timeline.exposed_us == pytest.approx(GATHER_US - 2 * KIB_US)
+
+
+def test_a_collective_starts_after_what_comes_before_it_on_the_compute_stream():
+    build = Builder()
+    shard, x = build.input(8, 16), build.input(16, 16)
+    work = build.call(aten.mm.default, x, build.input(16, 16))
+    started = build.gather(shard, 2, "pair")
+    timeline = predict_timeline(build.output(work, build.wait(started)), ROUND, PAIR)
+    assert events_of(timeline)[started.name] == ("pair", PRODUCT_US)
+
+
+def test_groups_have_streams_of_their_own():
+    build = Builder()
+    shards = [build.input(8, 16) for _ in range(3)]
+    started = [build.gather(shard, 2, group) for shard, group in zip(shards, ("pair", "pair", "other"), strict=True)]
+    timeline = predict_timeline(build.output(*(build.wait(node) for node in started)), ROUND, PAIR)
+    starts = [0.0, GATHER_US, 0.0]
+    assert [event.start_us for event in timeline.events] == pytest.approx(starts)
+    assert timeline.time_us == timeline.exposed_us == pytest.approx(2 * GATHER_US)
+    assert timeline.communication_us == pytest.approx(3 * GATHER_US)
+
+
+def test_a_collective_that_nobody_waits_for_ends_the_graph():
+    build = Builder()
+    started = build.gather(build.input(8, 16), 2, "pair")
+    assert predict_timeline(build.output(started), ROUND, PAIR).time_us == pytest.approx(GATHER_US)
+
+
+def test_an_unknown_group_is_an_error():
+    build = Builder()
+    graph = build.output(build.wait(build.gather(build.input(8, 16), 2, "17")))
+    with pytest.raises(UnsupportedOpError, match="process group '17'"):
+        predict_timeline(graph, ROUND, PAIR)
+    model = CostModel(hardware=ROUND, groups=PAIR)
+    with pytest.raises(UnsupportedOpError, match="process group '17'"):
+        model.saturating_bytes("all_gather", "17")
+
+
+def test_a_cost_model_binds_hardware_and_groups():
+    build = Builder()
+    started = build.gather(build.input(8, 16), 2, "pair")
+    product = build.call(aten.mm.default, build.wait(started), build.input(16, 16))
+    graph = build.output(product)
+    model = CostModel(hardware=ROUND, groups={"pair": GroupShape(ranks=2)})
+    assert model.collective_time_us(started) == pytest.approx(GATHER_US)
+    assert model.node_time_us(product) == pytest.approx(PRODUCT_US)
+    assert model.graph_times_us(graph)[product] == pytest.approx(PRODUCT_US)
+    assert model.timeline(graph).time_us == pytest.approx(GATHER_US + PRODUCT_US)
+    assert model.saturating_bytes("all_gather", "pair") == pytest.approx(9 * 12 * 2000, rel=1e-3)
+
+
+def test_twenty_thousand_calls_take_less_than_a_second():
+    build = Builder()
+    x = build.input(64, 64, dtype=torch.bfloat16)
+    for _ in range(4000):
+        gathered = build.wait(build.gather(x, 1, "pair"))
+        x = build.valued(x.meta["val"], aten.mul.Tensor, build.valued(x.meta["val"], aten.mm.default, x, gathered), 2)
+    graph = build.output(x)
+    start = time.process_time()
+    predict_timeline(graph, ROUND, PAIR)
+    assert len(graph.nodes) > 16_000
+    assert time.process_time() - start < 1.0
