@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Replicate
 
+from lightning_autoparallel.apply.aliases import eliminate_alias_round_trips
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.apply.groups import OrderedAxis
 from lightning_autoparallel.apply.products import emit_product
@@ -53,6 +54,7 @@ def lower_graph(captured: CapturedGraph, plan: ShardingPlan, ordered: OrderedAxi
     ``ordered`` makes process groups whose ranks count in another order than the mesh's. It is called in the same
     sequence on all ranks, which lower the same graph with the same plan.
     """
+    captured, plan, _ = eliminate_alias_round_trips(captured, plan)
     lowering = _Lowering(captured, plan, ordered)
     for node in captured.graph_module.graph.nodes:
         lowering.lower(node)
