@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture.batch import BatchLayout
+from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
 from lightning_autoparallel.capture.normalize import normalize_graph
+from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.sources import record_sources, user_line_of
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
@@ -57,6 +60,7 @@ class StepRequest:
 
     ``loss_leaf`` picks, of the result's flattened leaves, the loss to differentiate; None differentiates every result.
     ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
+    With ``repeat_blocks`` one of several equal submodules is traced for all of them, where nothing tells them apart.
     """
 
     name: str
@@ -72,6 +76,7 @@ class StepRequest:
     training: bool
     loss_leaf: Callable[[Any], Tensor] | None = None
     edges: tuple[tuple[str, str], ...] = ()
+    repeat_blocks: bool = True
     notice: Callable[[str], None] = field(default=lambda message: None)
 
 
@@ -144,9 +149,10 @@ def capture_step(request: StepRequest) -> CapturedGraph:
 
 def _capture(request: StepRequest) -> CapturedGraph:
     step = _Step(request)
-    with fake_tracing(), _step_contexts(request), _explained(request):
-        arguments = _fake_arguments(request)
-        export = export_joint(step, arguments, planning_decompositions())
+    export = _export(request, step, request.repeat_blocks)
+    if export is None:
+        export = _export(request, step, False)
+    assert export is not None
     for change in dict.fromkeys(step.changes):
         request.notice(f"{request.name} {change}: this runs at capture only, real steps replay the graph")
     graph_module, constants = normalize_graph(export.graph_module)
@@ -161,6 +167,25 @@ def _capture(request: StepRequest) -> CapturedGraph:
         constants=constants,
         has_backward=any(item.kind == "tangent" for item in inputs),
     )
+
+
+def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExport | None:
+    """The joint graph; None if blocks that looked alike have backwards that are not."""
+    groups = repeated_blocks(request.module, request.parameters, request.edges) if repeat_blocks else []
+    blocks = RepeatedBlocks(request.module, groups, lambda: len(request.effects.tensors()))
+    decompositions = planning_decompositions()
+    with fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
+        arguments = _fake_arguments(request)  # outside of what notices constants: they are none
+        stack.enter_context(_step_contexts(request))
+        if groups:
+            blocks.make_templates(lambda: step(*arguments), decompositions)
+        try:
+            with blocks.standing_in():
+                export = export_joint(step, arguments, decompositions)
+        except UnrepeatableBackwardError:
+            return None
+    blocks.expand(export.graph_module)
+    return export
 
 
 @contextlib.contextmanager

@@ -20,6 +20,14 @@ def is_constant(tensor: Tensor) -> bool:
     return hasattr(tensor, _ATTRIBUTE)
 
 
+def copy_constant(source: Tensor, target: Tensor) -> None:
+    """Make ``target`` as known, or unknown, as ``source``."""
+    if is_constant(source):
+        setattr(target, _ATTRIBUTE, getattr(source, _ATTRIBUTE))
+    elif is_constant(target):
+        delattr(target, _ATTRIBUTE)
+
+
 class KnownConstants:
     """Computes constants of the step for real, beside the trace, so that Python may decide by them.
 

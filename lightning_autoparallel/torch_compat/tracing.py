@@ -48,6 +48,7 @@ __all__ = [
     "fake_tensor_like",
     "fake_tracing",
     "lazy_graph_module",
+    "nested_tracing",
     "pretend_compiling",
     "record_frames",
     "unset_fake_temporarily",
@@ -73,6 +74,13 @@ def fake_tracing() -> Iterator[FakeTensorMode]:
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(fake_mode)
         yield fake_mode
+
+
+@contextlib.contextmanager
+def nested_tracing() -> Iterator[None]:
+    """For a trace of its own inside of ``fake_tracing``, on the same fake mode."""
+    with tracing(TracingContext(detect_fake_mode())):
+        yield
 
 
 def fake_tensor_like(
