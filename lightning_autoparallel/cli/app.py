@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 
+from lightning_autoparallel.cli.bench import BENCH, add_bench_arguments, run_bench
 from lightning_autoparallel.cli.parser import (
     LINKED_KEY,
     USE_STRATEGY_SECTION,
@@ -17,6 +18,12 @@ from lightning_autoparallel.cli.parser import (
 from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
 from lightning_autoparallel.strategy.planning import planning_trainer
+
+
+class Commands(CommandTrainer):
+    """The Trainer whose methods are the subcommands; `bench` makes none, its processes do."""
+
+    bench = staticmethod(run_bench)
 
 
 class AutoParallelCLI(LightningCLI):
@@ -29,7 +36,7 @@ class AutoParallelCLI(LightningCLI):
     """
 
     def __init__(
-        self, strategy_class: type[Strategy], trainer_class: type[Trainer] = CommandTrainer, args: ArgsType = None
+        self, strategy_class: type[Strategy], trainer_class: type[Trainer] = Commands, args: ArgsType = None
     ) -> None:
         self.strategy_class = strategy_class
         options = {"parser_mode": "omegaconf", "usage": "%(prog)s [--config RECIPE_OR_FILE] [--SECTION.KEY VALUE ...]"}
@@ -62,12 +69,15 @@ class AutoParallelCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Lightning's subcommands and this package's, each with the arguments that are not options."""
-        return {**LightningCLI.subcommands(), PLAN: {"model", "datamodule", "output", "options"}}
+        plan = {"model", "datamodule", "output", "options"}
+        return {**LightningCLI.subcommands(), PLAN: plan, BENCH: {"parser", "config"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == PLAN:
             self._subcommand_method_arguments[PLAN] += add_plan_arguments(parser)
+        if subcommand == BENCH:
+            add_bench_arguments(parser)
         return parser
 
     def before_instantiate_classes(self) -> None:
@@ -86,6 +96,17 @@ class AutoParallelCLI(LightningCLI):
         super()._add_instantiators()
         if self.subcommand == PLAN:
             self.parser.add_instantiator(_built_on_meta, LightningModule, prepend=True)
+
+    def instantiate_classes(self) -> None:
+        """Make model, data and Trainer; for ``bench`` nothing, as each of its processes makes its own."""
+        if self.subcommand != BENCH:
+            super().instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand == BENCH:
+            run_bench(self._parser(BENCH), self.config[BENCH])
+        else:
+            super()._run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer of the recipe; for ``plan`` one that only plans.

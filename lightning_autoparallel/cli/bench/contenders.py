@@ -1,0 +1,60 @@
+"""Who is measured, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+
+from lightning_autoparallel.cli.bench.records import OURS, Contender
+from lightning_autoparallel.errors import ConfigError
+
+WITHOUT_ALL = "without any pass"
+
+
+def baselines() -> Mapping[str, Contender]:
+    """Lightning's strategies by the name ``--against`` takes."""
+    contenders = (
+        Contender(name="ddp", kind="ddp"),
+        Contender(name="fsdp2", kind="fsdp2"),
+        Contender(name="ddp-compiled", kind="ddp", compiled=True),
+        Contender(name="fsdp2-compiled", kind="fsdp2", compiled=True),
+    )
+    return {contender.name: contender for contender in contenders}
+
+
+def parse_against(text: str) -> list[Contender]:
+    """The contenders of ``"ddp,fsdp2"``; none for an empty text.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    known = baselines()
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"names are {', '.join(known)}"
+            raise ConfigError(f"--against names {name!r}, which is no contender: {hint}")
+    return [known[name] for name in names]
+
+
+def without_passes(passes: Sequence[str], disabled: Sequence[str]) -> list[Contender]:
+    """This strategy with each pass switched off that the config leaves on, and with all of them off."""
+    off = [
+        Contender(name=f"without {name}", overrides={"disabled_passes": [*disabled, name]})
+        for name in passes
+        if name not in disabled
+    ]
+    return [*off, Contender(name=WITHOUT_ALL, overrides={"disabled_passes": list(passes)})]
+
+
+def ours() -> Contender:
+    """This strategy as the config has it: what ratios are relative to."""
+    return Contender(name=OURS)
+
+
+def schedule(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, Contender]]:
+    """Contenders take turns, round by round (from 1): a machine that is busy for a while is so for all of them."""
+    for turn in range(1, rounds + 1):
+        for contender in contenders:
+            yield turn, contender
