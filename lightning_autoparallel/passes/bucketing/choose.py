@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,29 +14,13 @@ from lightning_autoparallel.passes.bucketing.paths import CollectivePaths
 
 BucketLimit = Callable[[str, str], int]  # (kind, process group) -> bytes of the larger side of one launch
 
-# A bucket holds collectives of one block, and of others at most this share of the limit: a norm behind the last block
-# needs no launch of its own, and blocks so small that only latency counts are gathered several at a time.
-_GUEST_SHARE = 1 / 64
-
-
-@dataclass
-class _Bucket:
-    limit: int
-    members: list[fx.Node] = field(default_factory=list)
-    bytes_by_span: dict[str, int] = field(default_factory=dict)
-
-    def has_room(self, span: str, size_bytes: int) -> bool:
-        sizes = {**self.bytes_by_span, span: self.bytes_by_span.get(span, 0) + size_bytes}
-        total = sum(sizes.values())
-        return total <= self.limit and total - max(sizes.values()) <= self.limit * _GUEST_SHARE
-
-    def add(self, node: fx.Node, span: str, size_bytes: int) -> None:
-        self.members.append(node)
-        self.bytes_by_span[span] = self.bytes_by_span.get(span, 0) + size_bytes
+# What is next to a block and small, at most this share of the limit, belongs to it: the norm behind the last block
+# needs no launch of its own, and where all blocks are small only latency counts, which several of them share.
+_SMALL_SHARE = 1 / 16
 
 
 def choose_buckets(graph: fx.Graph, limit: BucketLimit) -> list[list[fx.Node]]:
-    """Buckets of two or more tagged collectives each, in the order of the graph.
+    """Buckets of two or more tagged collectives each.
 
     Members share kind, process group and, where values are reduced, dtype and operator. They follow each other among
     the collectives that could join them, lie in one block, and together are no larger than ``limit``. No path leads
@@ -44,22 +28,49 @@ def choose_buckets(graph: fx.Graph, limit: BucketLimit) -> list[list[fx.Node]]:
     """
     paths = CollectivePaths(graph)
     spans = _spans(paths.candidates)
-    filling: dict[Any, _Bucket] = {}
-    done: list[_Bucket] = []
+    alike: dict[Any, list[fx.Node]] = {}
     for node in paths.candidates:
-        size_bytes, span = fxn.collective_size_bytes(node), spans[node]
-        key = _key(node)
-        most = limit(key[0], key[1])
-        if size_bytes > most:
-            continue  # it fills the link by itself, and joining anything would copy it
-        bucket = filling.get(key)
-        if bucket is not None and bucket.has_room(span, size_bytes) and paths.may_merge(bucket.members, node):
-            paths.merge(bucket.members, node)
+        # What fills the link by itself is left alone: joining it with anything would only copy it.
+        if fxn.collective_size_bytes(node) <= limit(fxn.collective_kind(node) or "", fxn.group_of(node)):
+            alike.setdefault(_key(node), []).append(node)
+    buckets: list[list[fx.Node]] = []
+    for (kind, group, *_), nodes in alike.items():
+        most = limit(kind, group)
+        for near in _near_each_other(nodes, spans, most * _SMALL_SHARE):
+            buckets += _filled(near, most, paths)
+    return [bucket for bucket in buckets if len(bucket) > 1]
+
+
+def _near_each_other(nodes: list[fx.Node], spans: Mapping[fx.Node, str], small_bytes: float) -> list[list[fx.Node]]:
+    """Runs of one span; neighbours are joined where all of them but the largest are small together."""
+    near: list[list[fx.Node]] = []
+    largest = total = 0
+    for _, run in itertools.groupby(nodes, key=spans.__getitem__):
+        members = list(run)
+        size_bytes = sum(map(fxn.collective_size_bytes, members))
+        if near and total + size_bytes - max(largest, size_bytes) <= small_bytes:
+            near[-1] += members
+            largest, total = max(largest, size_bytes), total + size_bytes
         else:
-            bucket = filling[key] = _Bucket(limit=most)
-            done.append(bucket)
-        bucket.add(node, span, size_bytes)
-    return [bucket.members for bucket in done if len(bucket.members) > 1]
+            near.append(members)
+            largest = total = size_bytes
+    return near
+
+
+def _filled(nodes: list[fx.Node], most: int, paths: CollectivePaths) -> list[list[fx.Node]]:
+    """The nodes in order in as few buckets of at most ``most`` bytes as their order and paths between them allow."""
+    buckets: list[list[fx.Node]] = []
+    filled = 0
+    for node in nodes:
+        size_bytes = fxn.collective_size_bytes(node)
+        if buckets and filled + size_bytes <= most and paths.may_merge(buckets[-1], node):
+            paths.merge(buckets[-1], node)
+            buckets[-1].append(node)
+            filled += size_bytes
+        else:
+            buckets.append([node])
+            filled = size_bytes
+    return buckets
 
 
 def _key(node: fx.Node) -> tuple[str, str, Any, Any]:

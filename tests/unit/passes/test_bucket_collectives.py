@@ -167,20 +167,32 @@ def test_no_bucket_is_larger_than_the_limit():
     assert [fxn.collective_size_bytes(node) for node in launched] == [800, 800, 2000, 400]
 
 
-def test_blocks_are_not_merged_but_a_small_guest_is_taken_along():
+def test_blocks_are_not_merged_but_a_small_neighbour_is_taken_along():
     draft = Draft()
-    for module, size in (
-        ("layers.0.a", 100),
-        ("layers.0.b", 100),
-        ("layers.1.a", 100),
-        ("layers.1.b", 100),
-        ("norm", 2),
-    ):
+    sizes = {"embedding": 900, "layers.0.a": 100, "layers.0.b": 100, "layers.1.a": 5, "layers.1.b": 195, "norm": 5}
+    for module, size in sizes.items():
         draft.module = f"model.{module}"
         draft.use(draft.gather(draft.input([size])))
-    launched = draft.check(max_bytes=4 * 2 * 300)
-    assert [fxn.collective_size_bytes(node) for node in launched] == [1600, 1616]
-    assert [fxn.module_path(node) for node in launched] == ["model.layers.0", "model"]
+    launched = draft.check(max_bytes=8 * 500)
+    assert [fxn.collective_size_bytes(node) // 8 for node in launched] == [900, 200, 205]
+    assert [fxn.module_path(node) for node in launched] == ["model.embedding", "model.layers.0", "model"]
+
+
+def test_blocks_that_are_small_together_share_a_launch():
+    draft = Draft()
+    for layer in range(6):
+        draft.module = f"layers.{layer}"
+        draft.use(draft.gather(draft.input([10])))
+    launched = draft.check(max_bytes=8 * 16 * 20)
+    assert [fxn.collective_size_bytes(node) // 8 for node in launched] == [30, 30]
+
+
+def test_a_block_that_comes_again_is_far_from_itself():
+    draft = Draft()
+    for layer in (0, 1, 0):
+        draft.module = f"layers.{layer}"
+        draft.use(draft.gather(draft.input([100])), draft.gather(draft.input([100])))
+    assert len(draft.check(max_bytes=8 * 500)) == 3
 
 
 def test_a_block_is_launched_before_the_next_one_is_waited_for():
