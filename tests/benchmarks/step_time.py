@@ -2,6 +2,8 @@
 
     python -m tests.benchmarks.step_time [--steps 60] [--rounds 3] [--threads 1] [--compiled-baselines] [--interpreted]
 
+`lightning-autoparallel bench` compares the strategies on any recipe; this adds two plans of ours and CPU time.
+
 Every measurement is a fresh pair of processes over gloo with an empty compiler cache. Contenders take turns, round by
 round, so that a machine that is busy for a while is busy for all of them. A step is what lies between Lightning's
 `on_train_batch_start` and `on_train_batch_end`: forward, backward, collectives, optimizer and logging, not the loader.
@@ -13,9 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch.distributed.fsdp import fully_shard
 
 from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.cli.bench.processes import failure, run_ranks
 from lightning_autoparallel.models import Llama3Module, TextDataModule
 
 RANKS = 2
@@ -189,52 +190,16 @@ def measure(
     """Start `ranks` fresh processes of `program` for one contender and wait for rank 0's answer.
 
     Raises:
-        RuntimeError: a rank failed or took too long; the message ends with what it printed last.
+        RuntimeError: a rank failed or took too long; the message ends with the last line it printed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder, "result.json"), Path(folder, "log")
-        common = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": str(arguments.threads),
-            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        }
+        result = Path(folder, "result.json")
         command = [sys.executable, "-m", program, "--as-rank-of", name, "--result", str(result)]
         command += [f"--steps={arguments.steps}", f"--warm-up={arguments.warm_up}", f"--threads={arguments.threads}"]
-        with log.open("w") as output:
-            processes = [
-                subprocess.Popen(
-                    command,
-                    env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-                for rank in range(ranks)
-            ]
-            codes = _wait(processes)
-        if any(codes):
-            raise RuntimeError(f"{name}: exit codes {codes}: {log.read_text()[-4000:]}")
+        codes = run_ranks(command, Path(folder), ranks, arguments.threads, TIMEOUT_S)
+        if any(code != 0 for code in codes):
+            raise RuntimeError(f"{name}: exit codes {codes}: {failure(Path(folder), codes)}")
         return Measurement(**json.loads(result.read_text()))
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Exit codes; one rank that fails ends the others, which would wait for it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
-            for rank in ranks:
-                rank.kill()
-            return [rank.wait() for rank in ranks]
-        time.sleep(0.1)
-    return [rank.poll() for rank in ranks]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 HEADER = ("contender", "step ms", "min..max", "x ours", "CPU ms", "x ours", "start-up s", "last loss")
@@ -292,30 +257,48 @@ def compare(names: Sequence[str], arguments: argparse.Namespace) -> dict[str, li
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=10, help="first steps that are left out")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
+    parser = make_parser(__doc__, ALL, steps=60, warm_up=10, rounds=3)
     parser.add_argument("--compiled-baselines", action="store_true", help="DDP and FSDP2 with torch.compile as well")
-    parser.add_argument("--interpreted", action="store_true", help="this strategy with compile=False as well")
     parser.add_argument("--only", nargs="+", choices=list(ALL), help="these contenders instead")
-    parser.add_argument("--as-rank-of", choices=list(ALL), help=argparse.SUPPRESS)
+    return checked(parser, argv)
+
+
+def make_parser(
+    doc: str | None, contenders: Mapping[str, Contender], *, steps: int, warm_up: int, rounds: int
+) -> argparse.ArgumentParser:
+    """What all comparisons take, with their own defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--warm-up", type=int, default=warm_up, help="first steps that are left out of the times")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
+    parser.add_argument("--interpreted", action="store_true", help="this strategy with compile=False as well")
+    parser.add_argument("--as-rank-of", choices=list(contenders), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed arguments; ends the program if no step is left to measure."""
     arguments = parser.parse_args(argv)
     if not 0 <= arguments.warm_up < arguments.steps:
         parser.error(f"--warm-up {arguments.warm_up} leaves none of --steps {arguments.steps} to measure")
     return arguments
 
 
+def be_rank(contender: Contender, arguments: argparse.Namespace, ranks: int = RANKS) -> None:
+    """Train as one process of a measurement; rank 0 writes what it measured."""
+    torch.set_num_threads(arguments.threads)
+    measurement = train(contender, arguments.steps, arguments.warm_up, ranks)
+    if os.environ["RANK"] == "0":
+        arguments.result.write_text(json.dumps(asdict(measurement)))
+
+
 def main() -> None:
     """Measure and print, or be one rank of a measurement."""
     arguments = parse()
     if arguments.as_rank_of:
-        torch.set_num_threads(arguments.threads)
-        measurement = train(ALL[arguments.as_rank_of], arguments.steps, arguments.warm_up)
-        if os.environ["RANK"] == "0":
-            arguments.result.write_text(json.dumps(asdict(measurement)))
+        be_rank(ALL[arguments.as_rank_of], arguments)
         return
     names = list(CONTENDERS)
     names += INTERPRETED if arguments.interpreted else ()

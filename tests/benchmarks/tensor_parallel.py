@@ -10,14 +10,9 @@ ratio, and fails if the losses of any step differ by more than 1e-5, relative.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.models import Llama3Module
-from tests.benchmarks.step_time import Contender, Measurement, measure, train
+from tests.benchmarks.step_time import Contender, Measurement, be_rank, checked, make_parser, measure
 from tests.numerics.rules import RULES
 
 RANKS = 4
@@ -134,28 +129,14 @@ def lines(measured: dict[str, list[Measurement]]) -> list[str]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warm-up", type=int, default=5, help="first steps that are left out of the times")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
-    parser.add_argument("--interpreted", action="store_true", help="this strategy with compile=False as well")
-    parser.add_argument("--as-rank-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if not 0 <= arguments.warm_up < arguments.steps:
-        parser.error(f"--warm-up {arguments.warm_up} leaves none of --steps {arguments.steps} to measure")
-    return arguments
+    return checked(make_parser(__doc__, CONTENDERS, steps=30, warm_up=5, rounds=1), argv)
 
 
 def main() -> None:
     """Measure and print, or be one rank of a measurement."""
     arguments = parse()
     if arguments.as_rank_of:
-        torch.set_num_threads(arguments.threads)
-        measurement = train(CONTENDERS[arguments.as_rank_of], arguments.steps, arguments.warm_up, RANKS)
-        if os.environ["RANK"] == "0":
-            arguments.result.write_text(json.dumps(asdict(measurement)))
+        be_rank(CONTENDERS[arguments.as_rank_of], arguments, RANKS)
         return
     names = [name for name in CONTENDERS if name != INTERPRETED or arguments.interpreted]
     measured = compare(names, arguments)
