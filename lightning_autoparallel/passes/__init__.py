@@ -1,7 +1,18 @@
 """Rewrites of sharded graphs: one file each, run in the order of ``order.py`` by ``runner.py``."""
 
 from lightning_autoparallel.passes.bucketing import BucketLimit
+from lightning_autoparallel.passes.joint_groups import AxesByGroup, joint_groups
 from lightning_autoparallel.passes.order import all_passes, joint_passes, split_passes
 from lightning_autoparallel.passes.runner import GraphPass, check_disabled, run_passes
 
-__all__ = ["BucketLimit", "GraphPass", "all_passes", "check_disabled", "joint_passes", "run_passes", "split_passes"]
+__all__ = [
+    "AxesByGroup",
+    "BucketLimit",
+    "GraphPass",
+    "all_passes",
+    "check_disabled",
+    "joint_groups",
+    "joint_passes",
+    "run_passes",
+    "split_passes",
+]

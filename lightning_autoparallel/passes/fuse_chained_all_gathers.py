@@ -145,9 +145,8 @@ def _ways(last: _Link, sizes: Sequence[int]) -> Iterator[tuple[fx.Node, ElementO
 
 def _fuse(graph: fx.Graph, links: Sequence[_Link], fusion: _Fusion) -> None:
     first, last, end = links[0].gather, links[-1].gather, fusion.end
-    origin = {key: value for key, value in (first.meta | last.meta).items() if key != "val"}
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(origin: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
         fake_args = fx.map_arg(args, lambda argument: argument.meta["val"])
         with fake_mode_of(end.meta["val"]):
@@ -155,15 +154,17 @@ def _fuse(graph: fx.Graph, links: Sequence[_Link], fusion: _Fusion) -> None:
         return node
 
     with graph.inserting_before(last):
-        gathered = call(collectives.ALL_GATHER, first.args[0], fusion.axis.size, fusion.axis.group_name)
+        # what other passes have noted of either gather holds for both
+        axis, noted = fusion.axis, first.meta | last.meta
+        gathered = call(noted, collectives.ALL_GATHER, first.args[0], axis.size, axis.group_name)
     with graph.inserting_before(end):
-        value = call(collectives.WAIT, gathered)
+        value = call(end.meta, collectives.WAIT, gathered)
         if not fusion.order.is_identity:
             shape, dims = fusion.order.as_permutation()
-            value = call(aten.permute.default, call(aten.view.default, value, shape), dims)
-            value = call(aten.clone.default, value, memory_format=torch.contiguous_format)
+            value = call(end.meta, aten.permute.default, call(end.meta, aten.view.default, value, shape), dims)
+            value = call(end.meta, aten.clone.default, value, memory_format=torch.contiguous_format)
         if value.meta["val"].shape != end.meta["val"].shape:
-            value = call(aten.view.default, value, list(end.meta["val"].shape))
+            value = call(end.meta, aten.view.default, value, list(end.meta["val"].shape))
     end.replace_all_uses_with(value)
     _erase_back_to(graph, end, first)
 

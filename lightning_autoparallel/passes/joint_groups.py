@@ -1,8 +1,8 @@
-"""The process group of several groups' ranks, by their names: what collectives on different axes are fused on."""
+"""Process groups by name: those that join others, on which collectives are fused, and the mesh axes of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.mesh import ParallelMesh
@@ -33,3 +33,19 @@ def joint_groups(mesh: ParallelMesh) -> JoinGroups | None:
 def _axes_of(mesh: ParallelMesh) -> list[PlanAxis]:
     flattened = [mesh.plan_axis(names) for names in mesh.submeshes if mesh.active(names)]
     return [axis for axis in flattened if axis is not None] + list(mesh.ordered.values())
+
+
+class AxesByGroup(Mapping[str, str]):
+    """Process group name -> mesh axes as reports spell them, groups that passes make included."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+
+    def __getitem__(self, name: str) -> str:
+        return self._mesh.axes_by_group()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mesh.axes_by_group())
+
+    def __len__(self) -> int:
+        return len(self._mesh.axes_by_group())

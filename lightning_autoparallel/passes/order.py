@@ -9,7 +9,9 @@ from lightning_autoparallel.contracts import GraphInput, GraphOutput
 from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
+from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from lightning_autoparallel.passes.join_biases import join_biases
+from lightning_autoparallel.passes.joint_groups import JoinGroups
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.passes.one_in_flight import one_in_flight
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
@@ -29,14 +31,18 @@ def joint_passes(inputs: Sequence[GraphInput] = (), outputs: Sequence[GraphOutpu
     )
 
 
-def split_passes(backend: str, bucket_limit: BucketLimit | None = None) -> tuple[GraphPass, ...]:
+def split_passes(
+    backend: str, bucket_limit: BucketLimit | None = None, join: JoinGroups | None = None
+) -> tuple[GraphPass, ...]:
     """The passes over the forward and the backward graph each; an inference graph is a forward.
 
     ``backend`` is that of the mesh's process groups: what it cannot do is undone at the end. ``bucket_limit`` gives the
-    bytes that one launch may move, by kind and group.
+    bytes that one launch may move, by kind and group; ``join`` finds the group of several groups' ranks.
     """
+    # before what merges or moves gathers
+    fused = GraphPass(name="fuse_chained_all_gathers", run=partial(fuse_chained_all_gathers, join=join))
     merged = GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit))
-    return (merged, *_OVERLAP) if backend != "gloo" else (merged, *_OVERLAP, *_ON_GLOO)
+    return (fused, merged, *_OVERLAP) if backend != "gloo" else (fused, merged, *_OVERLAP, *_ON_GLOO)
 
 
 _OVERLAP = (

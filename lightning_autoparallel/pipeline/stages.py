@@ -24,7 +24,14 @@ from lightning_autoparallel.contracts import (
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
-from lightning_autoparallel.passes import BucketLimit, joint_passes, run_passes, split_passes
+from lightning_autoparallel.passes import (
+    AxesByGroup,
+    BucketLimit,
+    joint_groups,
+    joint_passes,
+    run_passes,
+    split_passes,
+)
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
@@ -86,7 +93,7 @@ def _rewritten(
     sharded: ShardedGraph, context: StageContext, artifacts: ArtifactWriter
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
     """Passes over the joint graph, the partition, passes over what it made."""
-    config, groups = context.config, context.mesh.axes_by_group()
+    config, groups = context.config, AxesByGroup(context.mesh)
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
@@ -96,7 +103,7 @@ def _rewritten(
         disabled=config.disabled_passes,
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
-    passes = split_passes(context.mesh.backend, _bucket_limit(config))
+    passes = split_passes(context.mesh.backend, _bucket_limit(config), joint_groups(context.mesh))
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():
         if graph_module is not None:

@@ -63,6 +63,7 @@ NOTES = {
     "cast_before_gather/forward_backward": "6 casts moved before gathers",
     "merge_identical_collectives/forward_backward": "1 collectives merged",
     "join_biases/forward_backward": "biases joined with their products",
+    "fuse_chained_all_gathers/forward_backward.forward": "skipped: one axis",
     "prefetch_gathers/forward_backward.forward": "5 gathers started 1 ahead",
     "sink_waits/forward_backward.backward": "waits moved to their first use",
     "one_in_flight/forward_backward.forward": "waits moved ahead of the next collective",

@@ -65,13 +65,17 @@ class Chains:
 
     def graph(self, shape: torch.Size, source: Placements, order: Sequence[int]) -> fx.Graph:
         """Every rank's graph, as gathers know no rank: its shard gathered over the axes in ``order``."""
-        axes = self.axes()
-        with FakeTensorMode() as mode:
-            local = torch.empty(local_shape(shape, source, axes))
-        emitter = GraphEmitter(mode)
-        node, current = emitter.placeholder("x", local), explicit(source, axes)
-        for k in order:
-            target = tuple(R if i == k else placement for i, placement in enumerate(current))
-            node, current = redistribute(emitter, node, shape, current, target, axes), target
-        emitter.graph.output([node])
-        return emitter.graph
+        return gathering(self.axes(), shape, source, order)
+
+
+def gathering(axes: Sequence[PlanAxis], shape: torch.Size, source: Placements, order: Sequence[int]) -> fx.Graph:
+    """A graph that gathers a shard of a tensor over ``axes`` in ``order``, a redistribution each."""
+    with FakeTensorMode() as mode:
+        local = torch.empty(local_shape(shape, source, axes))
+    emitter = GraphEmitter(mode)
+    node, current = emitter.placeholder("x", local), explicit(source, axes)
+    for k in order:
+        target = tuple(R if i == k else placement for i, placement in enumerate(current))
+        node, current = redistribute(emitter, node, shape, current, target, axes), target
+    emitter.graph.output([node])
+    return emitter.graph
