@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor, fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from lightning_autoparallel.compile import dynamo_backend
 from lightning_autoparallel.compile.replay import replay_partition
@@ -39,18 +40,28 @@ def first_partition(parallel: ParallelModule) -> PartitionedGraph:
     return variants[0].step.partitioned
 
 
+class Partitioned(Exception):
+    """Raised in place of lowering what was partitioned."""
+
+
 @contextlib.contextmanager
-def second_partitions() -> Iterator[list[Halves]]:
-    """The partitions that the backend makes inside, as they come."""
+def second_partitions(lower: bool = True) -> Iterator[list[Halves]]:
+    """The partitions that the backend makes inside, as they come; without `lower` the first one ends the block."""
     seen: list[Halves] = []
 
     def partition(module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         forward, backward = replay_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         seen.append(Halves(forward.graph, backward.graph, num_fwd_outputs))
+        if not lower:
+            raise Partitioned
         return forward, backward
 
     with mock.patch.object(dynamo_backend, "replay_partition", partition):
-        yield seen
+        try:
+            yield seen
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, Partitioned):
+                raise
 
 
 def launches(graph: fx.Graph) -> dict[str, int]:

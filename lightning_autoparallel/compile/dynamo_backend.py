@@ -27,6 +27,9 @@ class ParallelCall(Protocol):
     @property
     def device_type(self) -> str: ...
 
+    def accept(self) -> None:
+        """Called before the node is traced through: this backend does what the node asks of it."""
+
     def around(self, batch: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[None]:
         """Entered at every real call with the batch's tensors, None for those that the compiled code makes itself."""
 
@@ -43,9 +46,10 @@ def autoparallel_backend(*, compile: bool = True) -> Backend:
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         calls = _parallel_calls(graph_module)
-        if compile:
-            for call, _ in calls:
+        for call, _ in calls:
+            if compile:
                 check_compiler(call.device_type)
+            call.accept()
         compiled = compile_with_partition(graph_module, inputs, replay_partition, compile)
         return _with_calls(compiled, calls) if calls else compiled
 
@@ -67,10 +71,12 @@ Call = tuple[ParallelCall, tuple[int | None, ...]]
 def _parallel_calls(graph_module: fx.GraphModule) -> list[Call]:
     positions = {node: i for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
     found: list[Call] = []
-    for node in graph_module.graph.nodes:
-        call = getattr(node.target, CALL_ATTRIBUTE, None)
-        if isinstance(call, ParallelCall):
-            found.append((call, tuple(positions.get(tensor) for tensor in node.args[2])))
+    # A region of torch.utils.checkpoint is a graph of its own, below the caller's.
+    for graph in (module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)):
+        for node in graph.nodes:
+            call = getattr(node.target, CALL_ATTRIBUTE, None)
+            if isinstance(call, ParallelCall):
+                found.append((call, tuple(positions.get(tensor) for tensor in node.args[2])))
     return found
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture import flatten_batch
 from lightning_autoparallel.compile import retraceable, run_step
-from lightning_autoparallel.errors import AutoParallelError
+from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.pipeline.engine import PreparedStep, StepCall, StepEngine
-from lightning_autoparallel.torch_compat.dynamo import TracedConfigError
+from lightning_autoparallel.torch_compat.dynamo import TracedConfigError, is_functionalizing
+from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
 
 # A leaf of the batch as constants of the traced code: path, then shape and dtype of a tensor, or the value.
@@ -36,13 +37,30 @@ class TracedCall:
         self.constants = list(step.constants)
         self.spec = step.captured.output_spec
         self.static_outputs: Mapping[int, Any] = dict(step.captured.static_outputs)
-        self.run = torch.compiler.allow_in_graph(_node(prepared))
+        self.run = torch.compiler.allow_in_graph(_node(self, prepared))
         self.run.parallel_call = self
+        self._accepted = False
 
     @property
     def device_type(self) -> str:
         """Of the tensors that the step computes with."""
         return self._engine.device.type
+
+    def accept(self) -> None:
+        """Called by a backend that enters ``around`` at every real call and keeps the partition."""
+        self._accepted = True
+
+    def check_backend(self) -> None:
+        """Refuse to be traced through by a backend that knows nothing of this node.
+
+        Raises:
+            ConfigError: it would neither compare ranks nor seed random draws, and would partition anew.
+        """
+        if is_functionalizing() and not self._accepted:
+            raise ConfigError(
+                "torch.compile with this backend would undo what parallelize has planned: give it "
+                'backend="autoparallel", or autoparallel_backend(...)'
+            )
 
     @contextlib.contextmanager
     def around(self, batch: Sequence[Tensor | None]) -> Iterator[None]:
@@ -102,7 +120,7 @@ def call_traced(module: nn.Module, calls: TracedCalls, args: tuple[Any, ...], kw
     return tree_unflatten([statics[i] if i in statics else results.pop(0) for i in range(count)], call.spec)
 
 
-def _node(prepared: PreparedStep) -> Any:
+def _node(call: TracedCall, prepared: PreparedStep) -> Any:
     step = retraceable(prepared.step)
     items = [item for item in step.captured.outputs if item.kind != "gradient"]
     buffer_names = [item.name for item in step.captured.inputs if item.kind == "buffer"]
@@ -110,8 +128,11 @@ def _node(prepared: PreparedStep) -> Any:
     def parallel_step(
         parameters: list[Tensor], buffers: list[Tensor], batch: list[Tensor], constants: list[Tensor]
     ) -> list[Tensor]:
+        call.check_backend()
         given = dataclasses.replace(step, constants=tuple(constants))
-        results = run_step(given, [*parameters, *buffers, *batch], prepared.layouts)
+        # A backend that runs Dynamo's graph as it is comes here at every real call.
+        with call.around(batch) if active_fake_mode() is None else contextlib.nullcontext():
+            results = run_step(given, [*parameters, *buffers, *batch], prepared.layouts)
         by_name = dict(zip(buffer_names, buffers, strict=True))
         outputs: dict[int, Tensor] = {}
         for item, result in zip(items, results, strict=True):

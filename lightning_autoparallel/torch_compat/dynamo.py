@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
@@ -13,6 +14,11 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.torch_compat.inductor import compile_traced, inductor_decompositions
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def is_functionalizing() -> bool:
+    """Whether AOTAutograd is tracing what runs now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 class TracedConfigError(ConfigError, ShortenTraceback):

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import operator
+import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from lightning_autoparallel import autoparallel_backend, parallelize
 from lightning_autoparallel.compile.replay import replay_partition
+from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
+from lightning_autoparallel.pipeline import ParallelModule
 from lightning_autoparallel.torch_compat import collectives
 from tests.numerics.rules import RULES
 from tests.replay import Halves, first_partition, launches, saved_bytes, second_partitions
@@ -180,6 +186,13 @@ def test_a_result_that_only_the_backward_reads_is_of_the_half_it_was_traced_in()
     assert saved == [kept.name] and aten.exp.default in calls_of(forward)
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo counts recompilations by code, whatever test they were for."""
+    yield
+    torch._dynamo.reset()
+
+
 class Results(nn.Module):
     """Operators with several results, whose backward reads some: attention, normalisation, top values; and a buffer."""
 
@@ -225,7 +238,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_partitions_launch_and_save_the_same(name: str, fake_mesh: Callable[..., ParallelMesh]):
+def test_both_partitions_launch_and_save_the_same(
+    name: str, fake_mesh: Callable[..., ParallelMesh], fresh_dynamo: None
+):
     case, axes = CASES[name]
     sample = case.sample()
     parallel = parallelize(case.make(), (sample,), fake_mesh(**axes), case.plan, compile=False)
@@ -240,3 +255,84 @@ def test_both_partitions_launch_and_save_the_same(name: str, fake_mesh: Callable
     assert saved_bytes(second) == saved_bytes(Halves.of(first)) > 0
     for parameter in parallel.parameters():
         assert parameter.grad.placements == parameter.placements
+
+
+@pytest.fixture
+def results(fake_mesh: Callable[..., ParallelMesh], fresh_dynamo: None) -> ParallelModule:
+    return parallelize(Results(), (torch.zeros(4, 6, 8),), fake_mesh(dp_shard=2), compile=False)
+
+
+def partitions_of(function: Callable[[Tensor], Tensor]) -> Halves:
+    """The second partition of a caller of a parallel module."""
+    with second_partitions() as seen:
+        compiled = torch.compile(function, backend=autoparallel_backend(compile=False), fullgraph=True)
+        compiled(torch.randn(2, 6, 8)).backward()
+    (second,) = seen
+    return second
+
+
+def test_the_callers_own_regions_are_recomputed_and_the_module_in_them_keeps_its_decisions(results: ParallelModule):
+    def around(x: Tensor) -> Tensor:
+        result = results(x)
+        return (result["best"] + result["score"]).sinh().cosh().tanh()
+
+    plain = partitions_of(lambda x: around(x).sum())
+    second = partitions_of(lambda x: checkpoint(around, x, use_reentrant=False).sum())
+    first = first_partition(results)
+    for halves in (plain, second):
+        assert launches(halves.forward) == launches(first.forward.graph)
+        assert launches(halves.backward) == launches(first.backward.graph)
+    ours = saved_bytes(Halves.of(first))
+    assert saved_bytes(plain) == ours + 3 * 2 * 6 * 3 * 4, "the sum, and what sinh and tanh make of it"
+    assert saved_bytes(second) == ours + 4, "only the score, as the best are saved by the module"
+    assert aten.sinh.default in calls_of(second.backward) and aten.sinh.default not in calls_of(plain.backward)
+
+
+def test_a_module_called_twice_is_gathered_once_in_the_backward(results: ParallelModule):
+    once = partitions_of(lambda x: results(x)["score"])
+    twice = partitions_of(lambda x: results(x)["score"] + results(x.exp())["score"])
+    assert launches(twice.forward)["all_gather"] == 2 * launches(once.forward)["all_gather"]
+    assert launches(twice.backward)["all_gather"] == launches(once.backward)["all_gather"]
+
+
+def test_static_results_come_back_and_buffers_change(results: ParallelModule):
+    compiled = torch.compile(results, backend=autoparallel_backend(compile=False), fullgraph=True)
+    before = results.module.seen.clone()
+    result = compiled(torch.ones(2, 6, 8))
+    assert result["rows"] == [3, "text"] and result["best"].shape == (2, 6, 3)
+    assert not torch.equal(results.module.seen, before)
+
+
+def test_batches_are_refused_that_were_not_prepared(results: ParallelModule):
+    compiled = torch.compile(results, backend=autoparallel_backend(compile=False), fullgraph=True)
+    with pytest.raises(
+        ConfigError, match=r"not prepared for \(0.0: float32\[4, 6, 8\]; with gradients\): call prepare"
+    ):
+        compiled(torch.ones(4, 6, 8))
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"float32\[2, 6, 8\]; without gradients"):
+        compiled(torch.ones(2, 6, 8))
+    with pytest.warns(UserWarning, match="captured again"):
+        results.prepare(torch.ones(4, 6, 8))
+    for rows in (2, 4, 2):
+        assert compiled(torch.ones(rows, 6, 8))["best"].shape[0] == rows
+    results.eval()
+    with pytest.raises(ConfigError, match="not prepared"):
+        compiled(torch.ones(2, 6, 8))
+
+
+def test_the_backend_has_a_name(results: ParallelModule):
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    ((name, value),) = tomllib.loads(text)["project"]["entry-points"]["torch_dynamo_backends"].items()
+    backend = EntryPoint(name=name, value=value, group="torch_dynamo_backends").load()
+    assert name == "autoparallel"
+    compiled = torch.compile(results, backend=backend, options={"compile": False}, fullgraph=True)
+    assert compiled(torch.ones(2, 6, 8))["best"].shape == (2, 6, 3)
+
+
+def test_other_backends_are_refused_that_would_partition_anew(results: ParallelModule):
+    with pytest.raises(BackendCompilerFailed, match='give it backend="autoparallel"'):
+        torch.compile(results, backend="aot_eager", fullgraph=True)(torch.ones(2, 6, 8))
+    torch._dynamo.reset()
+    results.module.seen.zero_()
+    torch.compile(results, backend="eager", fullgraph=True)(torch.ones(2, 6, 8))["score"].backward()
+    assert results.module.seen != 0
