@@ -70,7 +70,7 @@ class AutoParallelStrategy(SavingStrategy):
         mesh: dict[str, int] | None = None,
         plan: str | dict[str, Any] = "fsdp",
         reshard_after_forward: bool = True,
-        activation_checkpointing: CheckpointFunction | str = "none",
+        activation_checkpointing: str | CheckpointFunction = "none",
         compile: bool = True,
         max_captures: int = 8,
         dump_dir: str | None = None,
