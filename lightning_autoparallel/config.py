@@ -250,6 +250,8 @@ class EngineConfig:
     """What the pipeline needs to know besides the step, the mesh and the batch.
 
     ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``contracts.NodeInfo``.
+    ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
+    for what is usual where the mesh runs.
     """
 
     plan: PlanSpec = PlanSpec()
@@ -260,6 +262,8 @@ class EngineConfig:
     dump_dir: str | None = None
     disabled_passes: tuple[str, ...] = ()
     bucket_mb: float | None = None
+    hardware: str | Mapping[str, Any] | None = None
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_captures < 1:
@@ -269,4 +273,6 @@ class EngineConfig:
                 f"bucket_mb={self.bucket_mb}: give a positive number of megabytes, or null for the size that fills the "
                 'link; disabled_passes: ["bucket_collectives"] merges nothing'
             )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"ranks_per_node={self.ranks_per_node}: a node has at least one rank")
         check_activation_checkpointing(self.activation_checkpointing)

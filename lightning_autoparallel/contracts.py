@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
 Placements = tuple[Placement, ...]  # one per plan axis
+LARGEST_SHOWN = 5  # of what is alive at a predicted peak
 Decision = Literal["save", "recompute"]
 Wish = Literal["save", "recompute", "prefer_recompute"]
 
@@ -205,11 +207,56 @@ class ModuleReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimelineEvent:
+    """One call on one stream of a predicted timeline: ``"compute"``, or that of a process group."""
+
+    name: str
+    stream: str
+    start_us: float
+    duration_us: float
+
+    @property
+    def end_us(self) -> float:
+        """When it is done."""
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryShare:
+    """Something alive at the predicted peak; ``kind`` says what it is to the graph, ``module`` whose code made it."""
+
+    name: str
+    size_bytes: int
+    kind: str
+    module: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPrediction:
+    """One graph on one rank, as its costs predict it.
+
+    ``exposed_us`` is the time in which nothing computes. ``peak_memory_bytes`` counts everything alive but parameter
+    shards and optimizer state; ``at_peak`` is what that was, largest first, ``live_bytes`` the bytes at every call.
+    """
+
+    time_us: float
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    peak_memory_bytes: int
+    at_peak: tuple[MemoryShare, ...] = ()
+    live_bytes: tuple[int, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()  # streams of process groups are called by their mesh axes
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """What was planned for one captured step; counts come from the final graphs (predicted, not measured).
 
     Bytes are those of one rank. ``saved_bytes`` are the values that the forward keeps for the backward, parameters and
-    the batch not counted.
+    the batch not counted. ``predictions`` are missing where something has no known cost: ``notes`` say what.
+    ``predicted_peak_bytes`` is the largest ``peak_memory_bytes`` of the step's graphs. ``samples`` and ``tokens`` are
+    those of one step's global batch; ``tokens`` is None where the batch holds no sequences of integers.
     """
 
     graph: str
@@ -226,6 +273,27 @@ class PlanReport:
     passes: tuple[PassReport, ...] = ()
     predicted_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    predictions: Mapping[str, GraphPrediction] = field(default_factory=dict)
+    samples: int | None = None
+    tokens: int | None = None
+
+    @property
+    def step_time_us(self) -> float | None:
+        """Predicted microseconds of forward and backward (or of the one graph that there is); None if unknown.
+
+        The optimizer, clipping, reading data and a second micro-batch are not in it.
+        """
+        halves = [name for name in self.collectives if name != "inference"] or ["inference"]
+        known = [self.predictions[name].time_us for name in halves if name in self.predictions]
+        return sum(known) if len(known) == len(halves) else None
+
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        """Predicted, from ``step_time_us``."""
+        if self.tokens is None or not self.step_time_us:
+            return None
+        return self.tokens / math.prod(self.mesh.values()) / self.step_time_us * 1e6
 
     def launches(self) -> dict[str, int]:
         """Collectives of one step by mesh axes, forward and backward together."""
@@ -240,6 +308,7 @@ class PlanReport:
         kept = {name: self.saved_bytes if name == "forward" else 0 for name in self.collectives}
         graphs = {
             name: {"collectives": _table_json(table), "saved_bytes": kept[name]}
+            | _prediction_json(self.predictions.get(name))
             for name, table in self.collectives.items()
         }
         return {
@@ -252,6 +321,9 @@ class PlanReport:
             "gradients_bytes": self.gradients_bytes,
             "optimizer_bytes": self.optimizer_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
+            "step_time_us": self.step_time_us,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "hardware": dict(self.hardware),
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
             "passes": [_pass_json(done) for done in self.passes],
             "notes": list(self.notes),
@@ -266,6 +338,16 @@ def _table_json(table: CollectiveTable) -> dict[str, dict[str, dict[str, int]]]:
     return {
         kind: {axes: {"count": one.count, "bytes": one.size_bytes} for axes, one in sorted(per_axes.items())}
         for kind, per_axes in sorted(table.items())
+    }
+
+
+def _prediction_json(predicted: GraphPrediction | None) -> dict[str, Any]:
+    """The figures of one graph; without its events and its curve, which have files of their own."""
+    if predicted is None:
+        return {}
+    figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes")
+    return {name: getattr(predicted, name) for name in figures} | {
+        "largest_at_peak": [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
     }
 
 

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.callbacks.kinds import blocks_table, kinds_table
+from lightning_autoparallel.callbacks.predictions import largest_table, passes_table, predicted_lines, times_table
 from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, render_table
-from lightning_autoparallel.contracts import CollectiveTable, PlanReport
+from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
 
 
@@ -118,9 +119,12 @@ def format_report(report: PlanReport) -> str:
     }
     width = max(len(name) for name in facts)
     lines = [report.graph, "", *(f"{name:<{width}}  {value}" for name, value in facts.items()), ""]
-    tables = [collectives_table(report), blocks_table(report), kinds_table(report), _passes_table(report)]
+    tables = [collectives_table(report), blocks_table(report), kinds_table(report), passes_table(report)]
+    if report.predictions:
+        tables += [largest_table(report), times_table(report)]
     notes = [f"{done.name}: {note}" for done in report.passes for note in done.notes]
-    return "\n".join([*lines, *(render_table(table) + "\n" for table in tables), *notes, *report.notes]) + "\n"
+    rendered = [render_table(table) + "\n" for table in tables]
+    return "\n".join([*lines, *rendered, *predicted_lines(report), *notes, *report.notes]) + "\n"
 
 
 def collectives_table(report: PlanReport) -> Table:
@@ -130,17 +134,3 @@ def collectives_table(report: PlanReport) -> Table:
     for graph, kind, axes, counted in collective_rows(report):
         table.add_row(graph, kind, axes, str(counted.count), format_bytes(counted.size_bytes))
     return table
-
-
-def _passes_table(report: PlanReport) -> Table:
-    table = make_table("Passes, in the order they ran", ("pass", "graph"), ("nodes", "collectives", "time"))
-    for done in report.passes:
-        nodes = f"{done.nodes_before} -> {done.nodes_after}"
-        table.add_row(
-            done.name, done.graph, nodes, f"{_count(done.before)} -> {_count(done.after)}", f"{done.seconds:.2f} s"
-        )
-    return table
-
-
-def _count(table: CollectiveTable) -> int:
-    return sum(counted.count for per_axes in table.values() for counted in per_axes.values())

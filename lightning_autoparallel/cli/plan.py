@@ -14,9 +14,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.kinds import blocks_table, kinds_table
 from lightning_autoparallel.callbacks.plan_report import collectives_table
+from lightning_autoparallel.callbacks.predictions import largest_table, passes_table, predicted_lines, times_table
 from lightning_autoparallel.callbacks.tables import format_bytes, print_table
+from lightning_autoparallel.cli.plot import check_plots, write_plots
+from lightning_autoparallel.cli.trace import chrome_trace
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import run_planning
 
 PLAN = "plan"
@@ -30,26 +34,38 @@ class CommandTrainer(Trainer):
         model: LightningModule,
         datamodule: LightningDataModule | None = None,
         output: str | None = None,
+        hardware: str | dict[str, Any] | None = None,
+        trace: str | None = None,
+        plot: str | None = None,
         **options: Any,
     ) -> None:
-        """Capture, plan and count the training step for a world of any size, in one CPU process.
+        """Capture, plan, count and time the training step for a world of any size, in one CPU process.
 
         Args:
             model: its training step is planned.
             datamodule: gives the sample batch.
             output: where to write the report as JSON.
+            hardware: predict times for it: cpu, a100-80gb, h100, h200, b200, mi300x, or {base: h100, KEY: MEASURED}.
+            trace: write the predicted timeline to this file, for Perfetto or chrome://tracing.
+            plot: draw predicted memory and timeline as PNG files into this folder.
             options: what the strategy and this Trainer were made from.
 
         Raises:
-            ConfigError: ``output`` is a folder, a process group exists already, or there is no batch to plan for.
+            ConfigError: ``output`` or ``trace`` is a folder, the hardware is not known, ``plot`` lacks matplotlib, a
+                process group exists already, or there is no batch to plan for.
             AutoParallelError: the step cannot be captured or planned.
         """
-        if output is not None and Path(output).is_dir():
-            raise ConfigError(f"--output {output} is a folder: name the file to write the report to")
+        for name, file in (("output", output), ("trace", trace)):
+            if file is not None and Path(file).is_dir():
+                raise ConfigError(f"--{name} {file} is a folder: name the file to write to")
+        if plot is not None:
+            check_plots()
+        if hardware is not None:
+            assert isinstance(self.strategy, PlanningStrategy)
+            self.strategy.predict_for(hardware)
         start = time.perf_counter()
         report = run_planning(self, model, datamodule)
-        if output is not None:
-            ArtifactWriter(Path(output).parent).text(Path(output).name, to_json(report.as_json()))
+        _write(report, output, trace, plot)
         print_report(report, time.perf_counter() - start)
 
 
@@ -63,13 +79,34 @@ def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:
     return ["world_size", "ranks_per_node", "output", "dump", "inference"]
 
 
+def _write(report: PlanReport, output: str | None, trace: str | None, plot: str | None) -> None:
+    """The files that were asked for.
+
+    Raises:
+        ConfigError: a picture of predictions, of which there are none.
+    """
+    if output is not None:
+        ArtifactWriter(Path(output).parent).text(Path(output).name, to_json(report.as_json()))
+    if (trace is not None or plot is not None) and not report.predictions:
+        raise ConfigError(f"nothing to draw for --trace or --plot: {'; '.join(report.notes)}")
+    if trace is not None:
+        ArtifactWriter(Path(trace).parent).text(Path(trace).name, to_json(chrome_trace(report)))
+    if plot is not None:
+        write_plots(report, Path(plot))
+
+
 def print_report(report: PlanReport, seconds: float) -> None:
     """Print a report to standard output, and after it how long this process took and how much memory it needed."""
     mesh = ", ".join(f"{axis}: {size}" for axis, size in report.mesh.items())
     print(f"{report.graph} on mesh {{{mesh}}}, plan {report.plan}\n")
-    for table in (collectives_table(report), blocks_table(report), kinds_table(report)):
+    tables = [collectives_table(report), passes_table(report), blocks_table(report), kinds_table(report)]
+    if report.predictions:
+        tables += [largest_table(report), times_table(report)]
+    for table in tables:
         print_table(table)
         print()
+    for line in predicted_lines(report):
+        print(line)
     for note in report.notes:
         print(f"note: {note}")
     stages = ", ".join(f"{stage} {spent:.2f} s" for stage, spent in report.timings_s.items())

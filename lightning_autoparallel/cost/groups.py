@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_autoparallel.mesh import ParallelMesh
@@ -45,11 +45,29 @@ def group_shapes(
     return {names: group_shape(sizes, names, ranks_per_node) for names in axes}
 
 
-def mesh_groups(mesh: ParallelMesh, ranks_per_node: int) -> dict[str, GroupShape]:
-    """Process group name -> shape, for all groups of the mesh."""
-    return {
-        name: group_shape(mesh.sizes, axes.split(","), ranks_per_node) for name, axes in mesh.axes_by_group().items()
-    }
+class MeshGroups(Mapping[str, GroupShape]):
+    """Process group name -> shape, for all groups of a mesh; those that passes make later are found too."""
+
+    def __init__(self, mesh: ParallelMesh, ranks_per_node: int) -> None:
+        self._mesh, self._ranks_per_node = mesh, ranks_per_node
+        self._shapes: dict[str, GroupShape] = {}
+
+    def __getitem__(self, name: str) -> GroupShape:
+        if name not in self._shapes:
+            axes = self._mesh.axes_by_group()[name].split(",")
+            self._shapes[name] = group_shape(self._mesh.sizes, axes, self._ranks_per_node)
+        return self._shapes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mesh.axes_by_group())
+
+    def __len__(self) -> int:
+        return len(self._mesh.axes_by_group())
+
+
+def mesh_groups(mesh: ParallelMesh, ranks_per_node: int) -> MeshGroups:
+    """The shapes of a mesh's process groups, by name."""
+    return MeshGroups(mesh, ranks_per_node)
 
 
 def _strides(sizes: Mapping[str, int]) -> dict[str, int]:

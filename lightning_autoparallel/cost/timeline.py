@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from lightning_autoparallel.contracts import TimelineEvent
 from lightning_autoparallel.cost.collective import collective_time_us
 from lightning_autoparallel.cost.compute import graph_times_us
 from lightning_autoparallel.cost.groups import GroupShape
@@ -20,22 +21,7 @@ from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
-COMPUTE = "compute"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimelineEvent:
-    """One call on one stream; ``stream`` is ``COMPUTE`` or the name of a process group."""
-
-    name: str
-    stream: str
-    start_us: float
-    duration_us: float
-
-    @property
-    def end_us(self) -> float:
-        """When it is done."""
-        return self.start_us + self.duration_us
+COMPUTE = "compute"  # the stream of everything but collectives; theirs have the names of their process groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from lightning_autoparallel.passes import (
     split_passes,
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     fingerprint_lines,
@@ -73,6 +74,9 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     with clock("passes"):
         partitioned, passes = _rewritten(sharded, context, artifacts)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
+    with clock("predict"):
+        costs = cost_model(context.config, context.mesh)
+        report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
         artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, context.config.plan, context.mesh))

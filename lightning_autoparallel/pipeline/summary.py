@@ -61,10 +61,17 @@ def with_optimizer_bytes(report: PlanReport, by_parameter: Mapping[str, int]) ->
 
 
 def with_inference(report: PlanReport, inference: PlanReport) -> PlanReport:
-    """The report of a training step with the collectives of another step, and the time that planning it took."""
+    """The report of a training step with the collectives and costs of another, and the time that planning it took."""
     seconds = {stage: spent + inference.timings_s.get(stage, 0.0) for stage, spent in report.timings_s.items()}
     collectives = {**report.collectives, "inference": inference.collectives["inference"]}
-    return dataclasses.replace(report, timings_s=seconds, collectives=collectives)
+    return dataclasses.replace(
+        report,
+        timings_s=seconds,
+        collectives=collectives,
+        passes=(*report.passes, *inference.passes),
+        predictions={**report.predictions, **inference.predictions},
+        notes=tuple(dict.fromkeys((*report.notes, *inference.notes))),
+    )
 
 
 def _graphs(partitioned: PartitionedGraph) -> dict[str, fx.Graph]:

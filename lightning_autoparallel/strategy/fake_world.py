@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
@@ -43,6 +44,7 @@ class PlanningStrategy(AutoParallelStrategy):
 
     def __init__(self, *, world_size: int, ranks_per_node: int = 8, inference: bool = False, **options: Any) -> None:
         super().__init__(**{**options, "compile": False})
+        self.config = dataclasses.replace(self.config, ranks_per_node=ranks_per_node)
         self._nodes = _count_nodes(world_size, ranks_per_node)
         self.spec = _fitted(self.spec, world_size)
         self._world_size = world_size
@@ -50,6 +52,15 @@ class PlanningStrategy(AutoParallelStrategy):
         self._probe: OptimizerProbe | None = None
         self._probe_error: str | None = None
         self.report: PlanReport | None = None
+
+    def predict_for(self, hardware: str | Mapping[str, Any]) -> None:
+        """Predict times for this hardware, whatever the strategy's arguments say.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        hardware_from(hardware)
+        self.config = dataclasses.replace(self.config, hardware=hardware)
 
     @property
     def world_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
+from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
@@ -57,6 +59,9 @@ class AutoParallelStrategy(SavingStrategy):
             are merged up to; the size that fills the link unless given.
         save_distributed_checkpoint: write checkpoints as folders of every rank's shards; otherwise as one file with
             whole tensors, as one device writes and loads it. Both kinds are loaded either way.
+        hardware: what times are predicted for: ``"h100"`` or another name of ``cost.HARDWARE``, or a mapping with
+            measured rates, ``{"base": "h100", "matmul_fraction": 0.6}``; ``"cpu"`` over gloo, else ``"h100"``, unless
+            given.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -80,6 +85,7 @@ class AutoParallelStrategy(SavingStrategy):
         disabled_passes: list[str] | None = None,
         bucket_mb: float | None = None,
         save_distributed_checkpoint: bool = True,
+        hardware: str | dict[str, Any] | None = None,
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint)
@@ -92,7 +98,10 @@ class AutoParallelStrategy(SavingStrategy):
             dump_dir=dump_dir,
             disabled_passes=tuple(disabled_passes or ()),
             bucket_mb=bucket_mb,
+            hardware=hardware,
         )
+        if hardware is not None:
+            hardware_from(hardware)
         check_disabled(self.config.disabled_passes, all_passes())
         self.batch_dims = batch_dims
         self._engine_precision: str | None = None
@@ -153,8 +162,9 @@ class AutoParallelStrategy(SavingStrategy):
             return self._engine
         assert self._control is not None
         precision.convert_module(module)
+        nodes = replace(self.config, ranks_per_node=self.config.ranks_per_node or self.num_processes)
         context = StageContext(
-            mesh=self.mesh, config=self.config, control=self._control, warn=rank_zero_warn, progress=_show_progress
+            mesh=self.mesh, config=nodes, control=self._control, warn=rank_zero_warn, progress=_show_progress
         )
         seed = self._control.gather(torch.initial_seed())[0]
         self._engine = StepEngine(

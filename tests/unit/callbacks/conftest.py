@@ -83,6 +83,12 @@ def reporting():
 
 
 @pytest.fixture
+def training_report():
+    """The report of a training step, nothing predicted but counts."""
+    return _reports()["training_step"]
+
+
+@pytest.fixture
 def launches():
     """What a training step of the reports launches."""
     return dict(LAUNCHES)

@@ -68,7 +68,7 @@ def test_the_text_can_be_read(run, reporting):
         "Collectives by kind of block (predicted)",
         "Memory of one rank by kind of module, all modules of a kind together (predicted)",
         "backward all_reduce dp_replicate,dp_shard 1 4 B",
-        "merge_identical_collectives training_step 90 -> 87 5 -> 2 0.25 s",
+        "merge_identical_collectives training_step all_gather 5 -> 2 90 -> 87 5 -> 2 0.25 s",
         "merge_identical_collectives: 3 merged",
     ):
         assert expected in lines, text

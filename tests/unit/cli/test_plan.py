@@ -69,7 +69,19 @@ def test_collectives_memory_and_time_are_printed(tmp_path, capsys):
     assert lines[0] == "training_step on mesh {dp_shard: 16}, plan fsdp"
     assert "model.layers.* forward all_gather dp_shard 9 721.0 KiB" in lines
     assert any(line.startswith(".attention.wq weight {dp_shard: S(0)} 2 8.0 KiB 8.0 KiB 16.0 KiB ") for line in lines)
-    assert [part.split()[0] for part in lines[-1].split(", ")] == ["capture", "plan", "apply", "passes", "peak"]
+    assert [part.split()[0] for part in lines[-1].split(", ")] == [
+        "capture",
+        "plan",
+        "apply",
+        "passes",
+        "predict",
+        "peak",
+    ]
+    # what is predicted says so, and for what
+    assert "Time and memory of one step on one rank (predicted for h100)" in lines
+    assert any(line.startswith("predicted step (forward and backward): ") for line in lines)
+    assert any(line.startswith("predicted throughput per second and device: ") for line in lines)
+    assert any(line.startswith("prefetch_gathers training_step.forward ") for line in lines)
     assert not dist.is_initialized()
 
 
@@ -78,12 +90,40 @@ def test_the_report_is_written(tmp_path, capsys):
     report = json.loads((tmp_path / "reports/r.json").read_text())
     assert report.keys() > KEYS | {"inference"}
     assert report["mesh"] == {"dp_shard": 16}
-    assert report["timings_s"].keys() == {"capture", "plan", "apply", "passes"}
+    assert report["timings_s"].keys() == {"capture", "plan", "apply", "passes", "predict"}
     assert report["forward"]["collectives"]["all_gather"]["dp_shard"] == {"count": 21, "bytes": 1739264}
     assert report["inference"]["collectives"]["all_gather"]["dp_shard"]["count"] == 21
     assert report["forward"]["saved_bytes"] > report["inference"]["saved_bytes"] == 0
     assert report["optimizer_bytes"] == 2 * report["parameters_bytes"] == 2 * report["gradients_bytes"]
     assert report["parameters_bytes"] == 1739264 // 16
+    for name in ("forward", "backward", "inference"):
+        graph = report[name]
+        assert graph["time_us"] == pytest.approx(graph["compute_us"] + graph["exposed_us"])
+        assert graph["communication_us"] > graph["exposed_us"] > 0
+        sizes = [share["size_bytes"] for share in graph["largest_at_peak"]]
+        assert len(sizes) == 5 and sizes == sorted(sizes, reverse=True)
+        assert sizes[0] < sum(sizes) <= graph["peak_memory_bytes"] <= report["predicted_peak_bytes"]
+    step_s = (report["forward"]["time_us"] + report["backward"]["time_us"]) / 1e6
+    assert report["tokens_per_second_per_device"] == pytest.approx(2 * 32 / step_s)
+    assert {done["graph"].rpartition(".")[2] for done in report["passes"]} >= {"forward", "backward", "inference"}
+
+
+def test_hardware_changes_times_and_nothing_else(tmp_path, capsys):
+    files = ("a.json", "b.json")
+    assert plan(tmp_path, "--world-size", "16", "--output", files[0], "--hardware", "b200", "--trace", "t.json") == 0
+    measured = "{base: b200, memory_gb_per_s: 800.0, kernel_latency_us: 9.0}"
+    assert plan(tmp_path, "--world-size", "16", "--output", files[1], "--hardware", measured) == 0
+    fast, slow = (json.loads((tmp_path / file).read_text()) for file in files)
+    assert (fast["hardware"]["name"], slow["hardware"]["name"]) == ("b200", "b200 with measured rates")
+    assert slow["hardware"]["memory_gb_per_s"] == 800.0
+    for graph in ("forward", "backward"):
+        assert slow[graph]["compute_us"] > fast[graph]["compute_us"]
+        assert slow[graph]["communication_us"] == fast[graph]["communication_us"]
+        assert slow[graph]["collectives"] == fast[graph]["collectives"]
+        assert slow[graph]["peak_memory_bytes"] == fast[graph]["peak_memory_bytes"]
+    calls = [event for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    ends = [event["ts"] + event["dur"] for event in calls]
+    assert max(ends) == pytest.approx(fast["step_time_us"])
 
 
 def test_graphs_are_dumped_where_asked(tmp_path, capsys):
@@ -111,6 +151,8 @@ def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
     [
         (["--world-size", "8", "--strategy.mesh", "{dp_shard: 3}"], "mesh {dp_shard: 3} needs 3 ranks"),
         (["--world-size", "8", "--output", "."], "--output . is a folder"),
+        (["--world-size", "8", "--trace", "."], "--trace . is a folder"),
+        (["--world-size", "8", "--hardware", "h10"], "did you mean 'h100'"),
         (["--world-size", "8", "--data.init_args.batch_size", "100000"], "batch_size=100000"),
         (["--world-size", "8", "--strategy.plan", '{"*.nope": {"tp": "R"}}'], "nope"),
     ],

@@ -96,7 +96,7 @@ PUBLISHED = [
     # 830 GB/s with NVLink SHARP, and 721.8 as NCCL's own model has it for rings: NVIDIA/nccl issue 1807.
     ("b200", "all_reduce", GroupShape(ranks=8), 830.0),
     ("b200", "all_gather", GroupShape(ranks=8), 721.8),
-    # 7 links of 48 GB/s: rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X".
+    # 7 links of 48 GB/s: rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X"
     ("mi300x", "all_gather", GroupShape(ranks=8), 336.0),
 ]
 

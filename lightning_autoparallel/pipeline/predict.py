@@ -1,0 +1,107 @@
+"""What the final graphs will cost: times and memory for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    GraphPrediction,
+    MemoryShare,
+    PartitionedGraph,
+    PlanReport,
+    TimelineEvent,
+)
+from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
+from lightning_autoparallel.cost.memory import MemoryTimeline, predict_step_memory
+from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
+from lightning_autoparallel.mesh import ParallelMesh
+
+
+def cost_model(config: EngineConfig, mesh: ParallelMesh) -> CostModel:
+    """The costs of a mesh on the configured hardware: ``cpu`` where processes talk over gloo, ``h100`` elsewhere.
+
+    Equal on all ranks, because it depends on nothing but the configuration and the mesh.
+
+    Raises:
+        ConfigError: the hardware is not known.
+    """
+    hardware = hardware_from(config.hardware or ("cpu" if mesh.backend == "gloo" else "h100"))
+    if config.ranks_per_node is not None:
+        hardware = replace(hardware, ranks_per_node=config.ranks_per_node)
+    return CostModel(hardware=hardware, groups=mesh_groups(mesh, hardware.ranks_per_node))
+
+
+def with_predictions(
+    report: PlanReport,
+    captured: CapturedGraph,
+    partitioned: PartitionedGraph,
+    costs: CostModel,
+    axes_by_group: Mapping[str, str],
+) -> PlanReport:
+    """The report with predicted times and memory, and what they assume; with a note where a cost is unknown."""
+    samples, tokens = _global_batch(captured)
+    report = replace(report, hardware=costs.hardware.as_json(), samples=samples, tokens=tokens)
+    try:
+        predictions = predict_graphs(partitioned, costs, axes_by_group)
+    except (UnsupportedOpError, ConfigError) as error:
+        return replace(report, notes=(*report.notes, f"no predicted times and memory: {error}"))
+    peak = max(predicted.peak_memory_bytes for predicted in predictions.values())
+    return replace(report, predictions=predictions, predicted_peak_bytes=peak)
+
+
+def predict_graphs(
+    partitioned: PartitionedGraph, costs: CostModel, axes_by_group: Mapping[str, str]
+) -> dict[str, GraphPrediction]:
+    """Times and memory of each graph of a step, by its name in reports.
+
+    Raises:
+        UnsupportedOpError: an operator or a process group of which nothing is known.
+        ConfigError: the hardware has no peak for the dtype of a matrix product.
+    """
+    memory = predict_step_memory(partitioned)
+    if partitioned.backward is None or memory.backward is None:
+        return {"inference": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group)}
+    return {
+        "forward": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group),
+        "backward": _predict(partitioned.backward.graph, memory.backward, costs, axes_by_group),
+    }
+
+
+def _predict(
+    graph: fx.Graph, memory: MemoryTimeline, costs: CostModel, axes_by_group: Mapping[str, str]
+) -> GraphPrediction:
+    timeline = costs.timeline(graph)
+    largest = sorted(memory.contributors, key=lambda contributor: -contributor.size_bytes)
+    return GraphPrediction(
+        time_us=timeline.time_us,
+        compute_us=timeline.compute_us,
+        communication_us=timeline.communication_us,
+        exposed_us=timeline.exposed_us,
+        peak_memory_bytes=memory.peak_bytes,
+        at_peak=tuple(
+            MemoryShare(name=one.name, size_bytes=one.size_bytes, kind=one.kind, module=one.module) for one in largest
+        ),
+        live_bytes=memory.live_bytes,
+        events=tuple(_on_axes(event, axes_by_group) for event in timeline.events),
+    )
+
+
+def _on_axes(event: TimelineEvent, axes_by_group: Mapping[str, str]) -> TimelineEvent:
+    return replace(event, stream=axes_by_group.get(event.stream, event.stream))
+
+
+def _global_batch(captured: CapturedGraph) -> tuple[int | None, int | None]:
+    """Rows of the global batch, and its tokens: the elements of its first two dims where it holds integers."""
+    placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+    pairs = zip(captured.inputs, placeholders, strict=True)
+    batched: list[Tensor] = [node.meta["val"] for item, node in pairs if item.kind == "batch" and item.batched]
+    if not batched:
+        return None, None
+    sequences = [t for t in batched if t.dim() >= 2 and not (t.is_floating_point() or t.is_complex())]
+    tokens = max((int(t.shape[0] * t.shape[1]) for t in sequences), default=None)
+    return int(batched[0].shape[0]), tokens
