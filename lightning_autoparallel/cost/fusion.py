@@ -100,7 +100,8 @@ def _reduced_row_bytes(node: fx.Node) -> int:
     if not _is_reduction(node):
         return 0
     read, written = fxn.values(node.all_input_nodes[0])[0], fxn.values(node)[0]
-    assert read is not None and written is not None
+    if read is None or written is None:
+        return 0
     if str(node.target).startswith(("aten._softmax", "aten._log_softmax")):
         return int(read.shape[node.args[1]]) * read.element_size()  # type: ignore[index]
     return read.numel() // max(written.numel(), 1) * read.element_size()

@@ -91,6 +91,7 @@ def plan(
     batch_dims: Mapping[str, int | None] | None = None,
     disabled_passes: Sequence[str] = (),
     dump_dir: str | None = None,
+    hardware: str | dict[str, Any] | None = None,
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.
 
@@ -110,6 +111,7 @@ def plan(
         batch_dims: which leaves' dim 0 is the batch.
         disabled_passes: graph passes to leave out.
         dump_dir: where to write graphs and the report.
+        hardware: what times are predicted for.
 
     Raises:
         ConfigError: a process group is initialised, or an argument is wrong.
@@ -126,6 +128,7 @@ def plan(
         batch_dims=batch_dims,
         disabled_passes=list(disabled_passes),
         dump_dir=dump_dir,
+        hardware=hardware,
     )
     trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)
     return run_planning(trainer, module, _OneBatch(batch))

@@ -16,7 +16,9 @@ from tests.worlds import Worlds
 
 # what planning without a world must say too
 PLANNED = ("plan", "mesh", "forward", "backward", "parameters_bytes", "gradients_bytes", "parameters")
-STAGES = ("capture", "plan", "apply", "passes", "compile")
+STAGES = ("capture", "plan", "apply", "passes", "predict", "compile")
+# what depends on the order of calls, which gloo changes, and on the device
+PREDICTED = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes", "largest_at_peak")
 
 
 class _Told(logging.Handler):
@@ -65,6 +67,13 @@ def planned_alone() -> dict[str, Any]:
     for parameter in report["parameters"].values():
         assert parameter["optimizer_bytes"] == 0  # plain SGD keeps nothing
         parameter["optimizer_bytes"] = None  # as training reports it, which does not ask the optimizer
+    return without_predictions(report)
+
+
+def without_predictions(report: dict[str, Any]) -> dict[str, Any]:
+    for graph in ("forward", "backward"):
+        for figure in PREDICTED:
+            assert report[graph].pop(figure)
     return {key: report[key] for key in PLANNED}
 
 
@@ -73,8 +82,8 @@ def test_everything_is_reported(worlds: Worlds, tmp_path: Path):
     assert first.extra == second.extra == ("dp_shard", "2")
 
     ours = [line for line in told if line.startswith("autoparallel: ")]
-    assert [line.split()[1] for line in ours[:5]] == list(STAGES)
-    assert ours[5].startswith("autoparallel: mesh {dp_shard: 2}, plan fsdp, collectives per step: ")
+    assert [line.split()[1] for line in ours[: len(STAGES)]] == list(STAGES)
+    assert ours[len(STAGES)].startswith("autoparallel: mesh {dp_shard: 2}, plan fsdp, collectives per step: ")
     assert not any(line.startswith("autoparallel: ") for line in told_there)
 
     launches = {row["autoparallel/launches/total"] for row in first.logged if "autoparallel/launches/total" in row}
@@ -83,7 +92,8 @@ def test_everything_is_reported(worlds: Worlds, tmp_path: Path):
     tables = [report[graph]["collectives"] for graph in ("forward", "backward")]
     counted = sum(entry["count"] for table in tables for axes in table.values() for entry in axes.values())
     assert launches == {float(counted)}
-    assert planned_alone() == {key: report[key] for key in PLANNED}
+    assert report["hardware"]["name"] == "cpu"
+    assert planned_alone() == without_predictions(report)
     assert any("autoparallel/peak_memory_bytes" in row for row in first.logged)
 
     dumped = {

@@ -59,7 +59,7 @@ def test_each_weight_is_gathered_twice_and_reduced_once():
     assert report.mesh == {"dp_shard": 8}
     assert counts(report.collectives["forward"])["all_gather"] == {"dp_shard": 3}
     assert counts(report.collectives["backward"])["reduce_scatter"] == {"dp_shard": 3}
-    assert set(report.timings_s) == {"capture", "plan", "apply", "passes"}
+    assert set(report.timings_s) == {"capture", "plan", "apply", "passes", "predict"}
     gathered = report.collectives["forward"]["all_gather"]["dp_shard"].size_bytes
     assert gathered == 4 * (64 * 64 + 32 * 64 + 32)
 
