@@ -47,14 +47,19 @@ def gather_both_ways() -> dict[str, tuple[bool, bool]]:
 
 
 class Columns(nn.Module):
-    """Two products; tp cuts the first weight by rows and the second by columns."""
+    """Two products; tp cuts the first weight by rows and the second by columns.
+
+    Under autocast: gathers of one value take one step, so that a chain needs a cast between the weight and its readers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.second(torch.tanh(self.first(x))).flatten(0, 1), y.flatten())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = self.second(torch.tanh(self.first(x)))
+        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
 def train(folder: str) -> list[tuple[list[float], dict[str, int]]]:
@@ -117,4 +122,4 @@ def test_training_with_a_fused_chain_is_that_of_one_device(worlds: Worlds, tmp_p
     assert sum(after.values()) == sum(before.values()) - 1
     assert fused[0] == pytest.approx(plain[0], rel=1e-6)
     assert fused == pytest.approx(plain, rel=1e-5)
-    assert fused == pytest.approx(one_device(), rel=1e-5)
+    assert fused == pytest.approx(one_device(), rel=1e-2)  # bfloat16 has 8 bits
