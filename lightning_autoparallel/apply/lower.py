@@ -148,7 +148,7 @@ class _Lowering:
         if node.target is aten.einsum.default:
             equation, (left, right) = args
             return emit_product(self.emitter, equation, left, right, node.name)
-        expanded = expand_along_vocabulary(self.emitter, node, args, self._plan.nodes[node.name], self._plan.axes)
+        expanded = expand_along_vocabulary(self.emitter, node, args, self._plan.nodes[node.name], self._plan)
         if expanded is not None:
             return expanded
         if fxn.is_random(node) and isinstance(node.meta["val"], Tensor):

@@ -6,14 +6,15 @@ Log-softmax over shards reduces the maximum, then the sum of exponentials (Shoey
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor.placement_types import Shard
 
 from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.contracts import NodePlacement, Placements, PlanAxis
+from lightning_autoparallel.contracts import NodePlacement, Placements, PlanAxis, ShardingPlan
 from lightning_autoparallel.fx.placements import dim_of, is_shard
 from lightning_autoparallel.torch_compat import collectives
 
@@ -23,7 +24,7 @@ Arguments = tuple[Any, ...]  # of the local call
 
 
 def expand_along_vocabulary(
-    emitter: GraphEmitter, node: fx.Node, args: Arguments, placement: NodePlacement, axes: Sequence[PlanAxis]
+    emitter: GraphEmitter, node: fx.Node, args: Arguments, placement: NodePlacement, plan: ShardingPlan
 ) -> fx.Node | None:
     """The local computation of ``node`` where its vocabulary dim is sharded; None where the operator itself will do."""
     found = _EXPANSIONS.get(node.target)  # type: ignore[call-overload]
@@ -31,18 +32,25 @@ def expand_along_vocabulary(
         return None
     vocabulary_of, expand = found
     sharded, dim = vocabulary_of(node, placement)
-    axis = _axis_of(sharded, dim, axes)
+    axis = _axis_of(sharded, dim, plan)
     return None if axis is None else expand(emitter, args, axis)
 
 
-def _axis_of(placements: Placements, dim: int, axes: Sequence[PlanAxis]) -> PlanAxis | None:
+def _axis_of(placements: Placements, dim: int, plan: ShardingPlan) -> PlanAxis | None:
+    """The axis that cuts the dim; of several, which are then the batch axes and were solved as one, the joint one."""
     cutting = [
         (placement, axis)
-        for placement, axis in zip(placements, axes, strict=True)
+        for placement, axis in zip(placements, plan.axes, strict=True)
         if is_shard(placement) and dim_of(placement) == dim
     ]
-    assert len(cutting) < 2, f"two axes cut the vocabulary: {placements}"
-    return cutting[0][1] if cutting else None
+    if len(cutting) < 2:
+        return cutting[0][1] if cutting else None
+    names = tuple(name for _, axis in cutting for name in axis.mesh_axes)
+    joint = next((axis for axis in plan.joint_axes if axis.mesh_axes == names), None)
+    assert joint is not None and all(isinstance(placement, Shard) for placement, _ in cutting), (
+        f"no one group cuts the vocabulary as {placements} do"
+    )
+    return joint
 
 
 def _reduced(emitter: GraphEmitter, node: fx.Node, reduce_op: str, axis: PlanAxis) -> fx.Node:

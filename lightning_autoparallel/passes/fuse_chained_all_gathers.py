@@ -103,7 +103,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def _continues(node: fx.Node, first: fx.Node) -> bool:
-    same_dtype = node.op == "call_function" and node.meta["val"].dtype == first.meta["val"].dtype
+    same_dtype = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) == first.meta["val"].dtype
     return same_dtype and fxn.collective_kind(node) == "all_gather"
 
 

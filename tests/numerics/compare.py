@@ -22,6 +22,8 @@ WEIGHT_TOLERANCE = {
     ("bf16-mixed", "adamw"): 1e-2,
     ("bf16-mixed", "sgd"): 1e-3,
 }
+# Absolute: running means are of activations, whose spacing in bfloat16 is 4e-3 from 0.5 on and 8e-3 from 1 on.
+BUFFER_TOLERANCE = {**WEIGHT_TOLERANCE, ("bf16-mixed", "sgd"): 1e-2}
 TIMEOUT_S = 280
 
 
@@ -44,9 +46,8 @@ def check_case(case: Case, worlds: Worlds) -> None:
     assert first.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert first.metrics[name] == pytest.approx(value, rel=tolerance), name
-    near = WEIGHT_TOLERANCE[case.precision, case.optimizer]
-    _assert_near(first.parameters, expected.parameters, near)
-    _assert_near(first.buffers, expected.buffers, near)
+    _assert_near(first.parameters, expected.parameters, WEIGHT_TOLERANCE[case.precision, case.optimizer])
+    _assert_near(first.buffers, expected.buffers, BUFFER_TOLERANCE[case.precision, case.optimizer])
     for other in outcomes[1:]:
         assert other.metrics == first.metrics
         assert other.losses == first.losses
