@@ -36,6 +36,24 @@ class NarrowHeads(TwoHeads):
             return super().forward(x, y)
 
 
+def train_on_two_axes(disabled: list[str], megabytes: float | None) -> tuple[list[float], int]:
+    """Losses of three steps on a 2x2 mesh with the plan hsdp, and launches per step."""
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, 6), torch.randint(0, 5, (ROWS,))
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    options = {"compile": False, "disabled_passes": disabled, "bucket_mb": megabytes}
+    parallel = parallelize(TwoHeads(), (x, y), mesh, "hsdp", **options)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = parallel(x.chunk(4)[dist.get_rank()], y.chunk(4)[dist.get_rank()])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, sum(parallel.report.launches().values())
+
+
 def train(disabled: list[str], kind: type[TwoHeads] = TwoHeads) -> tuple[list[float], int, dict[str, tuple[str, ...]]]:
     """Losses of 20 steps on this rank, launches per step, and the notes of the passes in the report."""
     torch.manual_seed(0)
@@ -63,6 +81,8 @@ NOTES = {
     "cast_before_gather/forward_backward": "6 casts moved before gathers",
     "merge_identical_collectives/forward_backward": "1 collectives merged",
     "join_biases/forward_backward": "biases joined with their products",
+    "tag_collectives/forward_backward": "6 gathers of parameters, 6 reductions of gradients",
+    "bucket_collectives/forward_backward.backward": "2 all_gather in 1 buckets",
     "fuse_chained_all_gathers/forward_backward.forward": "skipped: one axis",
     "prefetch_gathers/forward_backward.forward": "5 gathers started 1 ahead",
     "sink_waits/forward_backward.backward": "waits moved to their first use",
@@ -70,17 +90,23 @@ NOTES = {
 }
 
 
+# Six gathers in the forward, two in the backward, and six gradients: one launch of each.
+FEWER_LAUNCHES = {"merge_identical_collectives": 1, "bucket_collectives": 5 + 1 + 5}
+
+
 @pytest.mark.parametrize("name", [graph_pass.name for graph_pass in all_passes()])
 def test_a_pass_changes_the_graph_and_no_numbers(name: str, worlds: Worlds):
     kind = NarrowHeads if name == "cast_before_gather" else TwoHeads
-    losses, launches, notes = worlds(2).run(train, [], kind)[0]
-    plain_losses, plain_launches, plain_notes = worlds(2).run(train, [name], kind)[0]
+    # What is one launch leaves nothing to the other passes.
+    off = [] if name == "bucket_collectives" else ["bucket_collectives"]
+    losses, launches, notes = worlds(2).run(train, off, kind)[0]
+    plain_losses, plain_launches, plain_notes = worlds(2).run(train, [*off, name], kind)[0]
     assert losses[0] == pytest.approx(plain_losses[0], rel=1e-6)
     assert losses == pytest.approx(plain_losses, rel=1e-5)
     (key,) = [key for key in NOTES if key.startswith(name)]
     assert NOTES[key] in notes[key][0]
     assert not any(key.startswith(name) for key in plain_notes)
-    assert plain_launches - launches == (1 if name == "merge_identical_collectives" else 0)
+    assert plain_launches - launches == FEWER_LAUNCHES.get(name, 0)
 
 
 def test_all_passes_off_at_once_change_no_numbers(worlds: Worlds):
@@ -88,6 +114,15 @@ def test_all_passes_off_at_once_change_no_numbers(worlds: Worlds):
     (losses, _, _), (plain_losses, _, plain_notes) = (worlds(2).run(train, off)[0] for off in ([], names))
     assert losses == pytest.approx(plain_losses, rel=1e-5)
     assert plain_notes == {}
+
+
+def test_buckets_over_two_axes_change_no_numbers(worlds: Worlds):
+    """Gradients scattered over one axis and summed over the other, buckets of each; limits of 1 MB and of 200 bytes."""
+    plain = worlds(4).run(train_on_two_axes, ["bucket_collectives"], None)[0]
+    merged, small = (worlds(4).run(train_on_two_axes, [], megabytes)[0] for megabytes in (1.0, 2e-4))
+    assert merged[0] == pytest.approx(plain[0], rel=1e-6)
+    assert small[0] == pytest.approx(plain[0], rel=1e-6)
+    assert merged[1] < small[1] < plain[1]
 
 
 def test_an_unknown_pass_is_refused_when_the_strategy_is_made():
