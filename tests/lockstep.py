@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat import collectives
+from tests.placements import reduced
 
 Groups = Mapping[str, Sequence[Sequence[int]]]  # group name -> the ranks that share it, one list per instance
 
@@ -71,14 +72,13 @@ def _all_gather(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:
 
 def _all_reduce(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:
     (reduce_op,) = {given for (given,) in arguments}
-    stacked = torch.stack(sent)
-    result = {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[reduce_op]()
-    return [result.to(sent[0].dtype) for _ in sent]
+    return [reduced(sent, reduce_op) for _ in sent]
 
 
 def _reduce_scatter(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:
-    assert all(given == ("sum", len(sent)) for given in arguments)
-    return list(torch.stack(sent).sum(0).to(sent[0].dtype).chunk(len(sent)))
+    ((reduce_op, size),) = set(arguments)
+    assert size == len(sent)
+    return list(reduced(sent, reduce_op).chunk(size))
 
 
 def _all_to_all(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:

@@ -47,9 +47,22 @@ class Step:
 
 
 def plan_steps(shape: Sequence[int], source: Placements, target: Placements, groups: Groups) -> list[Step]:
-    """The steps from ``source`` to ``target``, both explicit, of a tensor of global ``shape``."""
+    """The steps from ``source`` to ``target``, both explicit, of a tensor of global ``shape``.
+
+    Shards of dims that axes further out cut otherwise before and after may also be gathered (or reduced) together and
+    cut anew. That moves more bytes, and is done where it takes fewer collectives.
+    """
     for placements in (source, target):
         assert fit_together(placements, groups.axes, shape), f"{placements} does not divide {list(shape)} evenly"
+    direct = _steps(shape, source, target, groups)
+    if _collectives(direct) < 2:
+        return direct
+    between = _whole_where_outer_cuts_change(source, target)
+    detour = _steps(shape, source, between, groups) + _steps(shape, between, target, groups)
+    return detour if _collectives(detour) < _collectives(direct) else direct
+
+
+def _steps(shape: Sequence[int], source: Placements, target: Placements, groups: Groups) -> list[Step]:
     steps: list[Step] = []
     current = source
     while current != target:
@@ -58,6 +71,24 @@ def plan_steps(shape: Sequence[int], source: Placements, target: Placements, gro
         steps.append(step)
         current = step.after
     return steps
+
+
+def _collectives(steps: Sequence[Step]) -> int:
+    return sum(step.kind in COLLECTIVES for step in steps)
+
+
+def _whole_where_outer_cuts_change(source: Placements, target: Placements) -> Placements:
+    """``target`` without the shards of dims that axes further out cut otherwise in ``source``."""
+    between = list(target)
+    for i, placement in enumerate(target):
+        if is_shard(placement):
+            now, then = (_axes_that_cut(side[:i], dim_of(placement)) for side in (source, target))
+            between[i] = placement if now == then else Replicate()
+    return tuple(between)
+
+
+def _axes_that_cut(placements: Placements, dim: int) -> set[int]:
+    return {i for i, placement in enumerate(placements) if is_shard(placement) and dim_of(placement) == dim}
 
 
 class _Next:

@@ -50,16 +50,6 @@ def cut_order(placements: Placements, dim: int) -> list[int]:
     return sorted(cutting, key=lambda i: split_factor_of(placements[i]))
 
 
-def local_factor(placements: Placements, axes: Sequence[PlanAxis], position: int) -> int:
-    """Blocks before the cut of axis ``position`` that are left in a tensor that the other axes have cut."""
-    placement = placements[position]
-    factor = split_factor_of(placement)
-    for k in cut_order(placements, dim_of(placement)):
-        if k != position and split_factor_of(placements[k]) < split_factor_of(placement):
-            factor //= axes[k].size
-    return factor
-
-
 def fit_together(placements: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]) -> bool:
     """Whether each dim that several axes cut falls into even parts, cut after cut; ``placements`` are explicit."""
     for dim, size in enumerate(shape):

@@ -46,6 +46,29 @@ def test_groups_are_named_by_their_axes(fake_mesh):
     assert all(named[mesh.plan_axis(axes).group_name] == ",".join(axes) for axes in SUBSETS)
 
 
+@pytest.mark.parametrize("rank", [0, 7, 11])
+def test_a_group_in_another_order_is_made_when_it_is_asked_for(fake_mesh, rank: int):
+    mesh = fake_mesh(rank=rank, **AXES)
+    before = set(mesh.axes_by_group())
+    axes = [mesh.plan_axis((name,)) for name in ("tp", "dp_shard")]
+    axis = mesh.ordered_axis(axes)
+    ranks = expected_ranks(("dp_shard", "tp"), rank)
+    ranks = [*ranks[0::2], *ranks[1::2]]  # all of the first half of tp, then all of the second
+    assert dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(axis.group_name)) == ranks
+    assert (axis.mesh_axes, axis.size, axis.rank) == (("tp", "dp_shard"), 6, ranks.index(rank))
+    assert mesh.ordered_axis(axes) is axis
+    assert {group: mesh.axes_by_group()[group] for group in set(mesh.axes_by_group()) - before} == {
+        axis.group_name: "tp,dp_shard"
+    }
+
+
+def test_the_meshs_own_order_needs_no_group_of_its_own(fake_mesh):
+    mesh = fake_mesh(**AXES)
+    inner = mesh.plan_axis(("dp_shard", "tp"))
+    assert mesh.ordered_axis([mesh.plan_axis(("dp_replicate",)), inner]) == mesh.plan_axis(NAMES)
+    assert not mesh.ordered
+
+
 def test_axes_of_one_process_never_communicate(fake_mesh):
     mesh = fake_mesh(rank=3, dp_replicate=1, dp_shard=4, tp=1)
     assert mesh.active(mesh.spec.names) == ("dp_shard",)

@@ -3,77 +3,45 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.apply.redistribute import redistribute
-from lightning_autoparallel.contracts import Placements, PlanAxis
-from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import local_shape
-from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from lightning_autoparallel.contracts import Placements
 from tests.lockstep import one_group, run_lockstep
-from tests.placements import P, R, S, cut, joined
+from tests.placements import AVG, MAX, MIN, P, R, S, cut, joined
+from tests.redistributions import (
+    INNER_FIRST,
+    axes_of,
+    check_all,
+    graph_of_all,
+    groups_of,
+    joint_axes_of,
+    ordered_by,
+    pairs_over,
+    parts_of_all,
+)
 
 SOURCES = [R, S(0), S(1), S(0, 2), S(1, 3), P]
 EVEN = [(a, b) for a, b in itertools.product(SOURCES, SOURCES) if b != P or a == P]
 SHARDS = [S(0), S(1)]
-UNEVEN = [*((s, R) for s in SHARDS), *((R, s) for s in SHARDS), *((P, s) for s in SHARDS), (P, R)]
-
-
-def axes_of(rank: int, *sizes: int) -> list[PlanAxis]:
-    """The axes as ``rank`` sees them, the last one innermost; group ``k`` is axis ``k``'s."""
-    axes = []
-    for k, size in reversed(list(enumerate(sizes))):
-        axes.append(PlanAxis(mesh_axes=(f"axis{k}",), size=size, rank=rank % size, group_name=str(k)))
-        rank //= size
-    return axes[::-1]
-
-
-def joint_axes_of(rank: int, *sizes: int) -> list[PlanAxis]:
-    """All ascending subsets of two or more axes as one; group ``"0,2"`` joins axes 0 and 2."""
-    axes = axes_of(rank, *sizes)
-    joint = []
-    for count in range(2, len(sizes) + 1):
-        for chosen in itertools.combinations(range(len(sizes)), count):
-            size = math.prod(sizes[k] for k in chosen)
-            place = 0
-            for k in chosen:
-                place = place * sizes[k] + axes[k].rank
-            names = tuple(f"axis{k}" for k in chosen)
-            joint.append(PlanAxis(mesh_axes=names, size=size, rank=place, group_name=",".join(map(str, chosen))))
-    return joint
-
-
-def groups_of(*sizes: int) -> dict[str, list[list[int]]]:
-    """The ranks of every group of ``axes_of`` and ``joint_axes_of``."""
-    ranks = range(math.prod(sizes))
-    groups: dict[str, list[list[int]]] = {}
-    for count in range(1, len(sizes) + 1):
-        for chosen in itertools.combinations(range(len(sizes)), count):
-            by_rest: dict[tuple[int, ...], list[int]] = {}
-            for rank in ranks:
-                rest = tuple(axis.rank for k, axis in enumerate(axes_of(rank, *sizes)) if k not in chosen)
-                by_rest.setdefault(rest, []).append(rank)
-            groups[",".join(map(str, chosen))] = list(by_rest.values())
-    return groups
+UNEVEN = [
+    *((s, R) for s in SHARDS),
+    *((R, s) for s in SHARDS),
+    *((P, s) for s in SHARDS),
+    *((AVG, s) for s in SHARDS),
+    (P, R),
+    (S(0), S(1)),
+    (S(1), S(0)),
+]
 
 
 def graph_of(
     rank: int, full: Tensor, source: Placements, target: Placements, sizes: tuple[int, ...], joint: bool = False
 ) -> fx.Graph:
-    axes = axes_of(rank, *sizes)
-    joined_axes = joint_axes_of(rank, *sizes) if joint else []
-    with FakeTensorMode() as mode:
-        local = torch.empty(local_shape(full.shape, source, axes), dtype=full.dtype)
-    emitter = GraphEmitter(mode)
-    node = emitter.placeholder("x", local)
-    emitter.graph.output([redistribute(emitter, node, full.shape, source, target, axes, joined_axes)])
-    emitter.graph.lint()
-    return emitter.graph
+    joint_axes = joint_axes_of(rank, *sizes) if joint else []
+    return graph_of_all([(source, target)], full.shape, axes_of(rank, *sizes), joint_axes, dtype=full.dtype)
 
 
 def moved(full: Tensor, source, target, size: int) -> list[Tensor]:
@@ -113,91 +81,94 @@ def test_vectors_and_integers(source, target, rows: int):
     check(torch.arange(rows), source, target, 2)
 
 
-def test_a_scalar_is_reduced():
-    check(torch.tensor(3.5), P, R, 3)
+@pytest.mark.parametrize("source", [P, AVG, MAX, MIN], ids=str)
+def test_a_scalar_is_reduced(source):
+    check(torch.tensor(3.5), source, R, 3)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "expected"),
-    [
-        (S(0), R, ["all_gather"]),
-        (S(1), R, ["all_gather"]),
-        (P, R, ["all_reduce"]),
-        (P, S(0), ["reduce_scatter"]),
-        (P, S(1, 3), ["reduce_scatter"]),
-        (S(0), S(1), ["all_to_all"]),
-        (S(0, 2), S(1), ["all_to_all"]),
-        (S(0), S(0, 2), ["all_gather"]),
-        (R, S(0, 2), []),
-        (R, R, []),
-    ],
-    ids=str,
-)
-def test_it_takes_one_collective(source, target, expected: list[str]):
-    graph = graph_of(0, torch.zeros(12, 18), (source,), (target,), (2,))
-    assert [fxn.collective_kind(node) for node in fxn.collectives_of(graph)] == expected
+@pytest.mark.parametrize("target", [R, S(0), S(1)], ids=str)
+@pytest.mark.parametrize("source", [AVG, MAX, MIN], ids=str)
+def test_averages_maxima_and_minima(source, target):
+    check(torch.randn(6, 9), source, target, 3)
 
 
-def test_nothing_becomes_a_partial_sum():
-    with pytest.raises(AssertionError, match="no collective"):
-        graph_of(0, torch.zeros(4), (R,), (P,), (2,))
+@pytest.mark.parametrize("target", [P, AVG, MAX, MIN], ids=str)
+@pytest.mark.parametrize("source", [R, S(0), P, AVG], ids=str)
+def test_into_partial_values(source, target):
+    check(torch.randn(6, 9), source, target, 3)
 
 
-TWO = [R, S(0), S(1), P]
+def test_whole_numbers_have_no_average():
+    with pytest.raises(AssertionError, match="int64 values have no average"):
+        graph_of(0, torch.zeros(4, dtype=torch.int64), (AVG,), (R,), (2,))
 
 
-def transitions(placements: list, axes: int) -> list[tuple[Placements, Placements]]:
-    """All pairs of placements over that many axes, but into partial sums."""
-    sides = list(itertools.product(placements, repeat=axes))
-    return [
-        (source, target)
-        for source, target in itertools.product(sides, sides)
-        if all(b != P or a == P for a, b in zip(source, target, strict=True))
-    ]
-
-
-def check_mesh(source: Placements, target: Placements, sizes: tuple[int, ...], joint: bool) -> None:
-    """The oracle cuts the full tensor by the outermost axis, then by the next."""
-    full = torch.arange(8 * 24).reshape(8, 24)
-    ranks = range(math.prod(sizes))
-    graphs = [graph_of(rank, full, source, target, sizes, joint) for rank in ranks]
-    results = run_lockstep(graphs, [[part] for part in nested(full, source, sizes)], groups_of(*sizes))
-    outputs = [output for (output,) in results]
-    torch.testing.assert_close(joined_mesh(outputs, target, full.shape, sizes), full)
+# Two uneven dims, each cut by one axis; and a dim that does not divide beside one that both axes cut.
+UNEVEN_MESH = [
+    ((S(0), S(1)), (R, R)),
+    ((P, P), (S(0), S(1))),
+    ((P, AVG), (S(1), S(0))),
+    ((S(0), S(1)), (R, S(0))),
+    ((S(1), P), (S(0), R)),
+    ((R, S(1)), (S(0), S(1))),
+]
 
 
 @pytest.mark.parametrize("joint", [False, True], ids=["chained", "joint"])
-@pytest.mark.parametrize(("source", "target"), transitions(TWO, 2), ids=str)
-def test_two_axes(source: Placements, target: Placements, joint: bool):
-    check_mesh(source, target, (2, 2), joint)
+def test_uneven_dims_that_different_axes_cut(joint: bool):
+    full = torch.randn(5, 7, dtype=torch.float64)
+    check_mesh(UNEVEN_MESH, full, (2, 3), joint)
 
 
-@pytest.mark.parametrize(("source", "target"), transitions(TWO, 3)[::23], ids=str)
-def test_three_axes(source: Placements, target: Placements):
-    check_mesh(source, target, (2, 2, 2), joint=True)
+def check_mesh(pairs, full: Tensor, sizes: tuple[int, ...], joint: bool, ordered: bool = False) -> None:
+    """The oracle cuts the full tensor by the outermost axis, then by the next."""
+    ranks = range(torch.Size(sizes).numel())
+    graphs = [
+        graph_of_all(
+            pairs,
+            full.shape,
+            axes_of(rank, *sizes),
+            joint_axes_of(rank, *sizes) if joint else [],
+            ordered_by(rank, *sizes) if ordered else None,
+        )
+        for rank in ranks
+    ]
+    sources = dict.fromkeys(source for source, _ in pairs)
+    inputs = list(zip(*(parts_of_all(full, source, sizes) for source in sources), strict=True))
+    check_all(pairs, run_lockstep(graphs, inputs, groups_of(*sizes)), full, sizes)
 
 
-INNER_FIRST = (S(0, 2), S(0))  # the inner axis cuts first, as FSDP over tensor parallelism
+@pytest.mark.parametrize("joint", [False, True], ids=["chained", "joint"])
+def test_all_pairs_on_two_axes(joint: bool):
+    check_mesh(pairs_over(2), torch.randn(8, 12, dtype=torch.float64), (2, 2), joint)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "expected"),
-    [
-        (INNER_FIRST, (R, S(0)), [("all_gather", "0")]),
-        ((P, S(0)), INNER_FIRST, [("reduce_scatter", "0")]),
-        ((P, P), (R, S(0)), [("reduce_scatter", "1"), ("all_reduce", "0")]),
-        ((P, P), (R, R), [("all_reduce", "0,1")]),
-        ((S(0), S(0)), (R, R), [("all_gather", "0,1")]),
-        ((P, P), (S(0), S(0)), [("reduce_scatter", "0,1")]),
-        ((S(0), S(0)), (R, S(0)), [("all_gather", "0,1")]),
-        ((S(0), P), (S(0), S(1)), [("reduce_scatter", "1")]),
-        (INNER_FIRST, (R, R), [("all_gather", "0"), ("all_gather", "1")]),
-    ],
-    ids=str,
-)
-def test_collectives_over_two_axes(source: Placements, target: Placements, expected: list[tuple[str, str]]):
-    graph = graph_of(0, torch.zeros(8, 12), source, target, (2, 2), joint=True)
-    assert [(fxn.collective_kind(node), fxn.group_of(node)) for node in fxn.collectives_of(graph)] == expected
+def test_axes_of_different_sizes():
+    check_mesh(pairs_over(2)[::7], torch.randn(12, 18, dtype=torch.float64), (2, 3), joint=True)
+
+
+def test_all_elements_of_a_vector_may_be_cut_twice():
+    pairs = [((S(0), S(0)), (R, R)), ((R, P), (S(0), S(0))), ((S(0), S(0)), (R, S(0))), ((P, S(0)), (S(0), R))]
+    check_mesh(pairs, torch.randn(4, dtype=torch.float64), (2, 2), joint=True)
+
+
+# Orders of cuts on one dim: the inner axis first, an uncut axis between, blocks that no axis cuts.
+INTERLEAVED = [
+    INNER_FIRST,
+    (S(0), S(0)),
+    (S(1, 2), S(1)),
+    (S(0, 2), R),
+    (R, S(0, 4)),
+    (S(0, 3), S(1)),
+    (S(1, 2), S(0, 2)),
+]
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["mesh order", "ordered groups"])
+def test_shards_keep_their_order(ordered: bool):
+    ends = [*INTERLEAVED, (R, R), (R, S(0)), (S(0), R), (P, AVG)]
+    pairs = [(a, b) for a, b in itertools.product(ends, ends) if not {P, AVG} & set(b)]
+    check_mesh(pairs, torch.randn(24, 48, dtype=torch.float64), (2, 2), joint=True, ordered=ordered)
 
 
 def test_the_inner_axis_may_cut_first():
@@ -210,27 +181,30 @@ def test_the_inner_axis_may_cut_first():
         torch.testing.assert_close(output, expected)
 
 
-def test_a_dim_that_two_axes_cannot_share_is_refused():
+@pytest.mark.parametrize("placements", [(S(0), S(0)), (R, S(0, 4))], ids=str)
+def test_a_dim_that_two_axes_cannot_share_is_refused(placements: Placements):
+    """DTensor would cut 5 rows into chunks of 2, 1, 1 and 1: no padding to one size makes a flat gather of those."""
     with pytest.raises(AssertionError, match="does not divide"):
-        graph_of(0, torch.zeros(6, 2), (S(0), S(0)), (R, R), (2, 2))
+        graph_of(0, torch.zeros(5, 2), (S(0), S(0)), placements, (2, 2))
 
 
-def nested(full: Tensor, source: Placements, sizes: tuple[int, ...]) -> list[Tensor]:
-    """The parts of all ranks, the last axis fastest; integers, so that sums of random addends are exact."""
-    if not source:
-        return [full]
-    parts = []
-    for outer in cut(full, source[0], sizes[0]):
-        torch.manual_seed(0)  # what is replicated over the outer axis has the same addends there
-        parts += nested(outer, source[1:], sizes[1:])
-    return parts
+@pytest.mark.parametrize("outer", [P, MAX], ids=str)
+@pytest.mark.parametrize("inner", [MAX, MIN, AVG], ids=str)
+def test_mixed_partial_values_are_reduced_from_the_inside(outer, inner):
+    """A sum over the outer axis of maxima over the inner one is no maximum of sums."""
+    check_mesh([((outer, inner), (R, R))], torch.randn(4, 6, dtype=torch.float64), (2, 2), joint=True)
 
 
-def joined_mesh(parts: list[Tensor], target: Placements, shape: torch.Size, sizes: tuple[int, ...]) -> Tensor:
-    """The full tensor that the parts of all ranks make."""
-    if not target:
-        return parts[0]
-    inside = torch.Size(local_shape(shape, target[:1], axes_of(0, *sizes[:1])))
-    count = len(parts) // sizes[0]
-    outer = [joined_mesh(parts[i * count : (i + 1) * count], target[1:], inside, sizes[1:]) for i in range(sizes[0])]
-    return joined(outer, target[0], shape)
+def test_an_outer_partial_value_waits_for_another_kind_inside():
+    with pytest.raises(AssertionError, match="no collective turns"):
+        graph_of(0, torch.zeros(4, 4), (P, MAX), (R, MAX), (2, 2))
+
+
+def test_a_merged_reduction_is_the_same_on_all_replicas():
+    """Random float32 addends: any other order of additions on one rank would show."""
+    full = torch.randn(64, 64)
+    graphs = [graph_of(rank, full, (P, AVG, P), (R, S(0), R), (2, 2, 2), joint=True) for rank in range(8)]
+    inputs = [[part] for part in parts_of_all(full, (P, AVG, P), (2, 2, 2))]
+    outputs = [output for (output,) in run_lockstep(graphs, inputs, groups_of(2, 2, 2))]
+    for rank in range(8):
+        assert torch.equal(outputs[rank], outputs[rank & 0b010])

@@ -1,0 +1,57 @@
+"""Redistributions over real gloo groups, against the full tensor."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.mesh import build_mesh
+from lightning_autoparallel.plan.named import joint_axes
+from tests.placements import AVG, P, R, S
+from tests.redistributions import INNER_FIRST, Pair, check_all, graph_of_all, pairs_over, parts_of_all, sources_of
+from tests.worlds import Worlds
+
+NAMES = ("dp_replicate", "dp_shard", "tp")
+SHAPE = (16, 24)
+INTERLEAVED = [
+    (INNER_FIRST, (R, R)),
+    ((P, P), INNER_FIRST),
+    ((AVG, P), INNER_FIRST),
+    ((S(0), S(0)), INNER_FIRST),
+    (INNER_FIRST, (S(1), S(0))),
+]
+
+
+def full_tensor() -> Tensor:
+    """The same on all ranks and in the test."""
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def redistributed(pairs: list[Pair]) -> tuple[list[Tensor], list[tuple[str, ...]]]:
+    """What this rank has of every pair, and the orders of axes that groups were made for."""
+    count = dist.get_world_size().bit_length() - 1
+    mesh = build_mesh(MeshSpec.from_mapping(dict.fromkeys(NAMES[-count:], 2)), "cpu")
+    axes = tuple(mesh.plan_axis((name,)) for name in mesh.spec.names)
+    graph = graph_of_all(pairs, SHAPE, axes, joint_axes(axes, mesh), mesh.ordered_axis)
+    full = full_tensor()
+    inputs = [parts_of_all(full, source, mesh.spec.sizes)[dist.get_rank()] for source in sources_of(pairs)]
+    return list(fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*inputs)), list(mesh.ordered)
+
+
+def test_all_pairs_on_two_axes(worlds: Worlds):
+    pairs = pairs_over(2) + INTERLEAVED
+    outputs, orders = zip(*worlds(4).run(redistributed, pairs), strict=True)
+    check_all(pairs, outputs, full_tensor(), (2, 2))
+    assert list(orders) == [[("tp", "dp_shard")]] * 4
+
+
+@pytest.mark.matrix
+def test_pairs_on_three_axes(worlds: Worlds):
+    pairs = random.Random(0).sample(pairs_over(3), 200)
+    outputs, _ = zip(*worlds(8).run(redistributed, pairs), strict=True)
+    check_all(pairs, outputs, full_tensor(), (2, 2, 2))
