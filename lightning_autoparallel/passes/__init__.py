@@ -1,11 +1,13 @@
 """Rewrites of sharded graphs: one file each, run in the order of ``order.py`` by ``runner.py``."""
 
+from lightning_autoparallel.passes.bucket_collectives import DEFAULT_BYTES
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.joint_groups import AxesByGroup, joint_groups
 from lightning_autoparallel.passes.order import all_passes, joint_passes, split_passes
 from lightning_autoparallel.passes.runner import GraphPass, check_disabled, run_passes
 
 __all__ = [
+    "DEFAULT_BYTES",
     "AxesByGroup",
     "BucketLimit",
     "GraphPass",

@@ -21,10 +21,12 @@ from lightning_autoparallel.contracts import (
     ShardedGraph,
     ShardingPlan,
 )
+from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import (
+    DEFAULT_BYTES,
     AxesByGroup,
     BucketLimit,
     joint_groups,
@@ -107,7 +109,9 @@ def _rewritten(
         disabled=config.disabled_passes,
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
-    passes = split_passes(context.mesh.backend, _bucket_limit(config), joint_groups(context.mesh))
+    passes = split_passes(
+        context.mesh.backend, _bucket_limit(config, cost_model(config, context.mesh)), joint_groups(context.mesh)
+    )
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():
         if graph_module is not None:
@@ -116,12 +120,12 @@ def _rewritten(
     return partitioned, reports
 
 
-def _bucket_limit(config: EngineConfig) -> BucketLimit | None:
-    """What the user allows one launch to move; None leaves it to the pass."""
-    if config.bucket_mb is None:
-        return None
-    most = int(config.bucket_mb * 1e6)
-    return lambda kind, group: most
+def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:
+    """Bytes that one launch may move: what the user allows, or the size at which latency is a twentieth of its time."""
+    if config.bucket_mb is not None:
+        most = int(config.bucket_mb * 1e6)
+        return lambda kind, group: most
+    return lambda kind, group: costs.saturating_bytes(kind, group, 0.95) if group in costs.groups else DEFAULT_BYTES
 
 
 Clock = Callable[[str], contextlib.AbstractContextManager[None]]

@@ -16,6 +16,8 @@ from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.contracts import PlanReport
 from tests._hermetic import no_leaks
 
+# Launches are attributed to the modules that asked for them before they are merged.
+ONE_BY_ONE = ("--strategy.disabled_passes", '["bucket_collectives"]')
 ATTENTION, FEED_FORWARD = ("attention_norm", "attention"), ("ffn_norm", "feed_forward")
 
 
@@ -36,11 +38,16 @@ def planned(tmp_path_factory, *options: str) -> PlanReport:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> PlanReport:
-    return planned(tmp_path_factory, "--strategy.activation_checkpointing", "none")
+    return planned(tmp_path_factory, "--strategy.activation_checkpointing", "none", *ONE_BY_ONE)
 
 
 @pytest.fixture(scope="module")
 def selective(tmp_path_factory) -> PlanReport:
+    return planned(tmp_path_factory, *ONE_BY_ONE)
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory) -> PlanReport:
     return planned(tmp_path_factory)
 
 
@@ -87,6 +94,14 @@ def test_parameters_are_gathered_and_reduced_over_dp_shard_only(report: PlanRepo
         "dp_shard",
         "tp",
     }
+
+
+def test_each_block_gathers_its_parameters_at_once_and_reduces_their_gradients_so(merged: PlanReport):
+    """Before and behind the two blocks the embedding and the output; gradients in float32 take two launches a block."""
+    forward, backward = merged.collectives["forward"], merged.collectives["backward"]
+    assert forward["all_gather"]["dp_shard"].count <= 2 + 2
+    assert backward["all_gather"]["dp_shard"].count <= 2 + 2
+    assert backward["reduce_scatter"]["dp_shard"].count <= 2 * 2 + 2
 
 
 def test_checkpointing_repeats_gathers_over_tp_and_no_reduction(report: PlanReport, selective: PlanReport):
