@@ -13,7 +13,6 @@ from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_
 from lightning_autoparallel.passes.join_biases import join_biases
 from lightning_autoparallel.passes.joint_groups import JoinGroups
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
-from lightning_autoparallel.passes.one_in_flight import one_in_flight
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
 from lightning_autoparallel.passes.sink_waits import sink_waits
@@ -31,27 +30,21 @@ def joint_passes(inputs: Sequence[GraphInput] = (), outputs: Sequence[GraphOutpu
     )
 
 
-def split_passes(
-    backend: str, bucket_limit: BucketLimit | None = None, join: JoinGroups | None = None
-) -> tuple[GraphPass, ...]:
+def split_passes(bucket_limit: BucketLimit | None = None, join: JoinGroups | None = None) -> tuple[GraphPass, ...]:
     """The passes over the forward and the backward graph each; an inference graph is a forward.
 
-    ``backend`` is that of the mesh's process groups: what it cannot do is undone at the end. ``bucket_limit`` gives the
-    bytes that one launch may move, by kind and group; ``join`` finds the group of several groups' ranks.
+    ``bucket_limit`` gives the bytes that one launch may move, by kind and group; ``join`` finds the group of several
+    groups' ranks.
     """
-    # before what merges or moves gathers
-    fused = GraphPass(name="fuse_chained_all_gathers", run=partial(fuse_chained_all_gathers, join=join))
-    merged = GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit))
-    return (fused, merged, *_OVERLAP) if backend != "gloo" else (fused, merged, *_OVERLAP, *_ON_GLOO)
-
-
-_OVERLAP = (
-    GraphPass(name="prefetch_gathers", run=prefetch_gathers),
-    GraphPass(name="sink_waits", run=sink_waits),
-)
-_ON_GLOO = (GraphPass(name="one_in_flight", run=one_in_flight),)
+    return (
+        # before what merges or moves gathers
+        GraphPass(name="fuse_chained_all_gathers", run=partial(fuse_chained_all_gathers, join=join)),
+        GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit)),
+        GraphPass(name="prefetch_gathers", run=prefetch_gathers),
+        GraphPass(name="sink_waits", run=sink_waits),
+    )
 
 
 def all_passes() -> tuple[GraphPass, ...]:
     """Every pass, by which names are checked."""
-    return (*joint_passes(), *split_passes("gloo"))
+    return (*joint_passes(), *split_passes())

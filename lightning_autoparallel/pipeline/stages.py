@@ -109,9 +109,7 @@ def _rewritten(
         disabled=config.disabled_passes,
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
-    passes = split_passes(
-        context.mesh.backend, _bucket_limit(config, cost_model(config, context.mesh)), joint_groups(context.mesh)
-    )
+    passes = split_passes(_bucket_limit(config, cost_model(config, context.mesh)), joint_groups(context.mesh))
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():
         if graph_module is not None:

@@ -86,7 +86,6 @@ NOTES = {
     "fuse_chained_all_gathers/forward_backward.forward": "skipped: one axis",
     "prefetch_gathers/forward_backward.forward": "5 gathers started 1 ahead",
     "sink_waits/forward_backward.backward": "waits moved to their first use",
-    "one_in_flight/forward_backward.forward": "waits moved ahead of the next collective",
 }
 
 
