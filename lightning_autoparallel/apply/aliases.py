@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -84,13 +85,15 @@ def _rewired(graph: fx.Graph, reads: Reads) -> fx.Graph:
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = copied.node_copy(node, env.__getitem__)
-        positions = itertools.count()
-        # One argument may stand in two places and be read in two placements: places are told apart, not arguments.
-        env[node].args, env[node].kwargs = fx.map_arg(
-            (node.args, dict(node.kwargs)),
-            lambda argument, node=node, positions=positions: env[reads.get((node, next(positions)), argument)],
-        )
+        env[node].args, env[node].kwargs = _read_as(node, reads, env)
     return copied
+
+
+def _read_as(node: fx.Node, reads: Reads, env: dict[fx.Node, fx.Node]) -> tuple[Any, Any]:
+    # One argument may stand in two places and be read in two placements: places are told apart, not arguments.
+    positions = itertools.count()
+    arguments = (node.args, dict(node.kwargs))
+    return fx.map_arg(arguments, lambda argument: env[reads.get((node, next(positions)), argument)])  # type: ignore[return-value]
 
 
 def _erase_unread(graph: fx.Graph) -> set[str]:
