@@ -67,7 +67,8 @@ def test_collectives_memory_and_time_are_printed(tmp_path, capsys):
     assert plan(tmp_path, "--world-size", "16") == 0
     lines = shown(capsys)
     assert lines[0] == "training_step on mesh {dp_shard: 16}, plan fsdp"
-    assert "model.layers.* forward all_gather dp_shard 9 721.0 KiB" in lines
+    assert "forward all_gather dp_shard 1 1.7 MiB" in lines
+    assert any(line.startswith("bucket_collectives training_step.forward all_gather 21 -> 1 ") for line in lines)
     assert any(line.startswith(".attention.wq weight {dp_shard: S(0)} 2 8.0 KiB 8.0 KiB 16.0 KiB ") for line in lines)
     assert [part.split()[0] for part in lines[-1].split(", ")] == [
         "capture",
@@ -91,8 +92,8 @@ def test_the_report_is_written(tmp_path, capsys):
     assert report.keys() > KEYS | {"inference"}
     assert report["mesh"] == {"dp_shard": 16}
     assert report["timings_s"].keys() == {"capture", "plan", "apply", "passes", "predict"}
-    assert report["forward"]["collectives"]["all_gather"]["dp_shard"] == {"count": 21, "bytes": 1739264}
-    assert report["inference"]["collectives"]["all_gather"]["dp_shard"]["count"] == 21
+    assert report["forward"]["collectives"]["all_gather"]["dp_shard"] == {"count": 1, "bytes": 1739264}
+    assert report["inference"]["collectives"]["all_gather"]["dp_shard"]["count"] == 1
     assert report["forward"]["saved_bytes"] > report["inference"]["saved_bytes"] == 0
     assert report["optimizer_bytes"] == 2 * report["parameters_bytes"] == 2 * report["gradients_bytes"]
     assert report["parameters_bytes"] == 1739264 // 16
