@@ -30,8 +30,6 @@ def planned(tmp_path_factory, *options: str) -> PlanReport:
         patch.setattr(sys, "argv", ["lightning-autoparallel"])
         patch.setattr(plan_command, "print_report", lambda report, seconds: kept.append(report))
         arguments = ["--config", "llama3/8b", "--world-size", "128", "--strategy.mesh", "{dp_shard: 16, tp: 8}"]
-        # Counted one by one, as a block written by hand launches them.
-        arguments += ["--strategy.disabled_passes", "[bucket_collectives]"]
         assert main(["plan", *arguments, "--model.init_args.overrides", "{n_layers: 2}", *options]) == 0
     return kept[0]
 
