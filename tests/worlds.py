@@ -13,9 +13,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# Every job makes process groups of its own, whose gloo threads wake up many times a second for as long as the process
-# lives; destroying the groups while it lives on has crashed ranks at a later job. So worlds are replaced now and then.
-JOBS_PER_WORLD = 25
+# Every job makes process groups of its own, whose threads stay for as long as the process lives; destroying the groups
+# while it lives on has crashed ranks at a later job. So worlds are replaced now and then.
+JOBS_PER_WORLD = 60
 
 
 class WorldError(AssertionError):

@@ -21,8 +21,21 @@ class _OneThreadGloo(ProcessGroupGloo):
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
         options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._devices = _devices()
         super().__init__(store, rank, size, options)
+
+
+def _devices() -> list[Any]:
+    """Those of the default group, where there is one: each device has a thread that wakes up a hundred times a second."""
+    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+        return list(_default_options()._devices)
+    return [ProcessGroupGloo.create_default_device()]
+
+
+def _default_options() -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(torch.device("cpu")).options
 
 
 @contextlib.contextmanager
@@ -47,7 +60,5 @@ def own_gloo_groups() -> Any:
     if dist.get_backend() != dist.Backend.GLOO:
         return None
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    world = dist.group.WORLD
-    assert world is not None
-    options._timeout = world._get_backend(torch.device("cpu")).options._timeout
+    options._timeout = _default_options()._timeout
     return "gloo", options
