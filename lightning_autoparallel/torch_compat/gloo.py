@@ -26,7 +26,7 @@ class _OneThreadGloo(ProcessGroupGloo):
 
 
 def _devices() -> list[Any]:
-    """Those of the default group, where there is one: each device has a thread that wakes up a hundred times a second."""
+    """Those of the default group, where there is one: every device has a thread that wakes up all the time."""
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
         return list(_default_options()._devices)
     return [ProcessGroupGloo.create_default_device()]
