@@ -351,6 +351,7 @@ def test_two_processes_compute_the_same_and_launch_what_is_known(tmp_path, monke
     # Lightning's own broadcast of each batch, then: DDP's two buckets of 1.7 MB of gradients; FSDP2's gathers and
     # scatters of two blocks and the root, which stays gathered for the backward
     assert (ddp["median"]["launches"], fsdp2["median"]["launches"]) == (1 + 2, 1 + 3 + 2 + 3)
-    assert ours_["median"]["launches"] == 1 + ours_["measured"][0]["planned_launches"] > 1
+    # that broadcast, and the ranks' agreement on what they are about to run
+    assert ours_["median"]["launches"] == 2 + ours_["measured"][0]["planned_launches"] > 2
     assert all(one["median"]["peak_bytes"] > 0 for one in figures["contenders"])
     assert "cpu over gloo" in capsys.readouterr().out
