@@ -75,7 +75,8 @@ def compile_traced(is_inference: bool, is_backward: bool) -> Callable[[fx.GraphM
     """A compiler for graphs that were traced with ``inductor_decompositions``, as AOTAutograd calls it."""
 
     def compile(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        with inductor_config.patch(fallback_random=True):
+        # Graphs that take the mesh of a DTensor as an input cannot be kept in Inductor's cache, which warns at length.
+        with inductor_config.patch(fallback_random=True, fx_graph_cache=False):
             return compile_fx_inner(graph_module, examples, is_inference=is_inference, is_backward=is_backward)
 
     return compile

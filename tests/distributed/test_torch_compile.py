@@ -78,7 +78,7 @@ def test_it_trains_as_the_module_alone(compile: bool, worlds: Worlds) -> None:
         trained_both_ways, compile
     ):
         assert compiled_losses == pytest.approx(losses, rel=1e-5 if compile else 1e-6)
-        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-6, atol=1e-5 if compile else 1e-7)
+        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-6, atol=1e-4 if compile else 1e-7)
         assert compiled_rows == rows > 0
 
 
