@@ -72,3 +72,54 @@ def test_nothing_to_move_is_nothing_to_say():
     )
     graph.output([waited])
     assert sink_waits(graph) == ()
+
+
+def _gradients(sizes: list[int], role: str | None) -> fx.Graph:
+    """One reduction after another, each of a product made just before it; all results leave the graph."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    results = []
+    for index, size in enumerate(sizes):
+        product = graph.create_node("call_function", aten.mul.Tensor, (x, index), name=f"product{index}")
+        arguments = (product, "sum", "g")
+        reduced = graph.create_node("call_function", collectives.ALL_REDUCE, arguments, name=f"reduced{index}")
+        waited = graph.create_node("call_function", collectives.WAIT, (reduced,), name=f"waited{index}")
+        product.meta["val"] = reduced.meta["val"] = torch.empty(size)
+        reduced.meta["collective_role"] = role
+        results.append(waited)
+    graph.output(results)
+    return graph
+
+
+def _running(graph: fx.Graph) -> list[set[int]]:
+    """The reductions that have begun and are not waited for, behind each start."""
+    running: set[int] = set()
+    found = []
+    for node in graph.nodes:
+        if node.name.startswith("reduced"):
+            found.append({*running, int(node.name.removeprefix("reduced"))})
+            running = found[-1]
+        elif node.name.startswith("waited"):
+            running = running - {int(node.name.removeprefix("waited"))}
+    return found
+
+
+def test_reductions_of_gradients_are_waited_for_once_two_later_ones_have_begun():
+    graph = _gradients([8] * 5, "terminal_reduction")
+    notes = sink_waits(graph, outstanding=2)
+    graph.lint()
+    assert _running(graph) == [{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 4}]
+    # The last wait stands at its use already.
+    assert notes == ("4 waits moved to their first use, 3 of them to where later reductions have begun",)
+
+
+def test_small_reductions_wait_for_as_many_bytes_as_large_ones():
+    graph = _gradients([8, 1, 1, 8, 8], "terminal_reduction")
+    sink_waits(graph, outstanding=1)
+    assert _running(graph) == [{0}, {0, 1}, {1, 2}, {1, 2, 3}, {3, 4}]
+
+
+def test_only_reductions_of_gradients_are_bounded():
+    graph = _gradients([8] * 5, None)
+    assert sink_waits(graph, outstanding=1) == ("4 waits moved to their first use",)
+    assert _running(graph)[-1] == {0, 1, 2, 3, 4}
