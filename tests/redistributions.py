@@ -110,9 +110,9 @@ def parts_of_all(full: Tensor, placements: Placements, sizes: Sequence[int]) -> 
     """The parts of all ranks, the last axis fastest; what is replicated over an axis has the same addends there."""
     if not placements:
         return [full]
+    torch.manual_seed(0)
     parts = []
     for outer in cut(full, placements[0], sizes[0]):
-        torch.manual_seed(0)
         parts += parts_of_all(outer, placements[1:], sizes[1:])
     return parts
 
