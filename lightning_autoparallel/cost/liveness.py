@@ -18,7 +18,7 @@ from lightning_autoparallel.cost.storage import GraphStorages, Storage, resolve_
 from lightning_autoparallel.fx import nodes as fxn
 
 # All-reduces and broadcasts work on a copy of their input, made when they start: it is their output.
-_READ_WHILE_RUNNING = {"all_gather", "reduce_scatter", "all_to_all"}
+READ_WHILE_RUNNING = {"all_gather", "reduce_scatter", "all_to_all"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class _Timeline:
             self._name_input(node)
             end = len(self._nodes) if node.name in self._around.held else end
         self._keep(self._storages.of(node), end)
-        if fxn.collective_kind(node) in _READ_WHILE_RUNNING:
+        if fxn.collective_kind(node) in READ_WHILE_RUNNING:
             self._keep(self._read_by(node), self._wait_of(node))
 
     def _name_input(self, node: fx.Node) -> None:

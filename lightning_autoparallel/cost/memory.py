@@ -12,7 +12,7 @@ from lightning_autoparallel.cost.liveness import Contributor, MemoryTimeline, Su
 from lightning_autoparallel.cost.storage import Storage, resolve_storages, rounded
 from lightning_autoparallel.fx import nodes as fxn
 
-__all__ = ["Contributor", "MemoryTimeline", "StepMemory", "predict_memory", "predict_step_memory"]
+__all__ = ["Contributor", "MemoryTimeline", "StepMemory", "predict_memory", "predict_step_memory", "surroundings_of"]
 
 _OWNED_BY_CALLER = {"batch", "buffer", "constant"}
 _KEPT_BY_CALLER = {"output", "log"}
@@ -51,6 +51,15 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
     around = handover.backward(partitioned.backward.graph, allocation_bytes)
     backward = predict_memory(partitioned.backward.graph, surroundings=around, allocation_bytes=allocation_bytes)
     return StepMemory(forward=forward, backward=backward)
+
+
+def surroundings_of(partitioned: PartitionedGraph, graph: fx.Graph) -> Surroundings:
+    """What the caller decides of the memory of the forward or the backward graph, as ``predict_step_memory`` has it."""
+    handover = _Handover(partitioned)
+    if graph is partitioned.forward.graph:
+        return handover.forward()
+    assert partitioned.backward is not None and graph is partitioned.backward.graph
+    return handover.backward(graph, 1)
 
 
 class _Handover:

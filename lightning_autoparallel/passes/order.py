@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_autoparallel.contracts import GraphInput, GraphOutput
+from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
+from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from lightning_autoparallel.passes.join_biases import join_biases
@@ -15,6 +17,7 @@ from lightning_autoparallel.passes.joint_groups import JoinGroups
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
+from lightning_autoparallel.passes.schedule_overlap import SurroundingsOf, schedule_overlap
 from lightning_autoparallel.passes.sink_waits import sink_waits
 from lightning_autoparallel.passes.tag_collectives import tag_collectives
 
@@ -30,11 +33,16 @@ def joint_passes(inputs: Sequence[GraphInput] = (), outputs: Sequence[GraphOutpu
     )
 
 
-def split_passes(bucket_limit: BucketLimit | None = None, join: JoinGroups | None = None) -> tuple[GraphPass, ...]:
+def split_passes(
+    bucket_limit: BucketLimit | None = None,
+    join: JoinGroups | None = None,
+    costs: CostModel | None = None,
+    surroundings: SurroundingsOf | None = None,
+) -> tuple[GraphPass, ...]:
     """The passes over the forward and the backward graph each; an inference graph is a forward.
 
     ``bucket_limit`` gives the bytes that one launch may move, by kind and group; ``join`` finds the group of several
-    groups' ranks.
+    groups' ranks. ``costs`` predict the order's times, ``surroundings`` say what the caller of a graph holds of it.
     """
     return (
         # before what merges or moves gathers
@@ -42,6 +50,9 @@ def split_passes(bucket_limit: BucketLimit | None = None, join: JoinGroups | Non
         GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit)),
         GraphPass(name="prefetch_gathers", run=prefetch_gathers),
         GraphPass(name="sink_waits", run=sink_waits),
+        # starts from the order that the others left, and keeps it where that is predicted to be the better one
+        GraphPass(name="schedule_overlap", run=partial(schedule_overlap, costs=costs, surroundings=surroundings)),
+        GraphPass(name="cap_compute_runs", run=cap_compute_runs),
     )
 
 

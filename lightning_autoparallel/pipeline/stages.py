@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
@@ -22,6 +23,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.memory import surroundings_of
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
@@ -109,7 +111,8 @@ def _rewritten(
         disabled=config.disabled_passes,
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
-    passes = split_passes(_bucket_limit(config, cost_model(config, context.mesh)), joint_groups(context.mesh))
+    costs, around = cost_model(config, context.mesh), partial(surroundings_of, partitioned)
+    passes = split_passes(_bucket_limit(config, costs), joint_groups(context.mesh), costs, around)
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():
         if graph_module is not None:

@@ -1,0 +1,85 @@
+"""``schedule_overlap``: the order in which, by the cost model, the least communication is exposed.
+
+Only predicted times decide, never measured ones, so that all ranks find the same order. What ``prefetch_gathers`` and
+``sink_waits`` left is the order to beat: it stays where the scheduler's is predicted to be no faster, or to need more
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.liveness import MemoryTimeline, Surroundings, predict_memory
+from lightning_autoparallel.cost.timeline import Timeline
+from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
+from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
+from lightning_autoparallel.passes.scheduling.calls import changes_inputs
+from lightning_autoparallel.passes.scheduling.live import LiveBytes
+from lightning_autoparallel.passes.scheduling.runs import note_runs
+
+SurroundingsOf = Callable[[fx.Graph], Surroundings]
+_LEAST_GAIN = 1e-3  # of the predicted time: less is noise
+
+
+def schedule_overlap(
+    graph: fx.Graph,
+    *,
+    costs: CostModel | None = None,
+    surroundings: SurroundingsOf | None = None,
+    max_compute_prefetch: int = 50,
+    put_off: int = 16,
+    extra_bytes: int = 2**26,
+) -> tuple[str, ...]:
+    """Order the calls anew, if that is predicted to be faster.
+
+    ``surroundings`` say what of the graph's inputs its caller holds; without them all are held. Nothing begins more
+    than ``max_compute_prefetch`` heavy calls (matrix products, attention) ahead of its place, nor more than
+    ``put_off`` behind it. The predicted peak of live bytes rises by ``extra_bytes`` at most.
+    """
+    if costs is None:
+        return ("skipped: no costs",)
+    changing = next(filter(changes_inputs, graph.nodes), None)
+    if changing is not None:
+        return (f"skipped: {changing.name} changes what it is given",)
+    before = list(graph.nodes)[:-1]
+    around = surroundings(graph) if surroundings is not None else _all_held(graph)
+    try:
+        old_time, old_memory = costs.timeline(graph), predict_memory(graph, surroundings=around)
+        options = ScheduleOptions(
+            max_compute_prefetch=max_compute_prefetch,
+            put_off=put_off,
+            limit_bytes=old_memory.peak_bytes + extra_bytes,
+        )
+        calls = read_calls(graph, costs)
+        note_runs(graph, calls.heavy.__contains__)
+        reorder(graph, schedule(calls, LiveBytes(graph, around), options))
+    except (UnsupportedOpError, ConfigError) as error:
+        return (f"skipped: {error}",)
+    time, memory = costs.timeline(graph), predict_memory(graph, surroundings=around)
+    compared = _compared(old_time, time, old_memory, memory)
+    is_faster = time.time_us <= old_time.time_us * (1 - _LEAST_GAIN)
+    if is_faster and memory.peak_bytes <= options.limit_bytes:
+        return (compared,)
+    reorder(graph, before)
+    return (f"order kept; the other one: {compared}",)
+
+
+def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Bring all nodes but the output into this order."""
+    output = graph.output_node()
+    for node in nodes:
+        output.prepend(node)
+
+
+def _all_held(graph: fx.Graph) -> Surroundings:
+    return Surroundings(held=[node.name for node in graph.find_nodes(op="placeholder")])
+
+
+def _compared(old_time: Timeline, time: Timeline, old_memory: MemoryTimeline, memory: MemoryTimeline) -> str:
+    return (
+        f"exposed {old_time.exposed_us / 1e3:.2f} -> {time.exposed_us / 1e3:.2f} ms, "
+        f"peak {old_memory.peak_bytes / 2**30:.2f} -> {memory.peak_bytes / 2**30:.2f} GiB (predicted)"
+    )

@@ -1,0 +1,184 @@
+"""A new order exposes less communication, needs no more memory, and computes the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import fx
+
+from lightning_autoparallel.cost import CostModel, GroupShape
+from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.schedule_overlap import reorder, schedule_overlap
+from lightning_autoparallel.passes.scheduling.live import LiveBytes
+from lightning_autoparallel.torch_compat import collectives
+from tests.lockstep import run_lockstep
+from tests.unit.cost._graphs import ROUND, Builder, aten
+
+COSTS = CostModel(hardware=ROUND, groups={"tp": GroupShape(ranks=2), "dp": GroupShape(ranks=2)})
+WIDTH = 64
+PRODUCT_US = 3 * 4 * WIDTH**2 / 1e3  # three operands through memory at 1 GB/s
+REDUCED_US = 10 + 2 * 2 + 4 * WIDTH**2 / 1e3  # launch, two hops, each byte once
+
+
+def _reduced(build: Builder, value: fx.Node, group: str, role: str | None = None) -> fx.Node:
+    started = build.valued(value.meta["val"], collectives.ALL_REDUCE, value, "sum", group)
+    if role is not None:
+        started.meta["collective_role"] = role
+    return build.valued(value.meta["val"], collectives.WAIT, started)
+
+
+def _backward(layers: int) -> fx.Graph:
+    """Tensor parallelism: each gradient of a weight, then that of the input, which is reduced and waited for."""
+    build = Builder()
+    weights = [build.input(WIDTH, WIDTH) for _ in range(layers)]
+    saved = [build.input(WIDTH, WIDTH) for _ in range(layers)]
+    gradient, results = build.input(WIDTH, WIDTH), []
+    for weight, value in zip(weights, saved, strict=True):
+        of_weight = build.call(aten.mm.default, value, gradient)
+        results.append(_reduced(build, of_weight, "dp", fxn.TERMINAL_REDUCTION))
+        gradient = _reduced(build, build.call(aten.mm.default, gradient, weight), "tp")
+    return build.output(gradient, *results)
+
+
+def _order(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes]
+
+
+def test_gradients_of_weights_run_while_gradients_of_inputs_are_reduced():
+    graph = _backward(3)
+    before = COSTS.timeline(graph)
+    notes = schedule_overlap(graph, costs=COSTS)
+    graph.lint()
+    after = COSTS.timeline(graph)
+    # Before, all reductions of inputs stand exposed; of those of weights too, since they are waited for at once.
+    assert before.exposed_us == pytest.approx(6 * REDUCED_US)
+    # A product of a weight's gradient takes longer than a reduction; what is last has nothing behind it.
+    assert PRODUCT_US > REDUCED_US
+    assert after.exposed_us == pytest.approx(REDUCED_US)
+    assert notes[0].startswith(f"exposed {before.exposed_us / 1e3:.2f} -> {after.exposed_us / 1e3:.2f} ms, peak ")
+
+
+def test_a_gather_that_needs_little_starts_where_its_group_is_idle():
+    """The gather of a saved value is not started ahead of a reduction that it would hold up, but before."""
+    build = Builder()
+    shard, x, weight = build.input(WIDTH // 2, WIDTH), build.input(WIDTH, WIDTH), build.input(WIDTH, WIDTH)
+    first = build.call(aten.mm.default, x, weight)
+    second = build.call(aten.mm.default, first, weight)
+    reduced = _reduced(build, second, "tp")
+    started = build.gather(build.call(aten.view.default, shard, [-1, WIDTH]), 2, "tp")
+    graph = build.output(build.call(aten.mm.default, reduced, build.wait(started)))
+    schedule_overlap(graph, costs=COSTS)
+    assert started < second
+    assert COSTS.timeline(graph).exposed_us == pytest.approx(REDUCED_US)
+
+
+def test_no_more_is_alive_than_allowed():
+    """Putting gradients of weights off keeps what they read: not where that raises the peak."""
+    build = Builder()
+    value, gradient = build.input(WIDTH, WIDTH), build.input(WIDTH, WIDTH)
+    small = build.call(aten.sum.dim_IntList, build.call(aten.mm.default, value, gradient), [0])
+    reduced = _reduced(build, build.call(aten.mm.default, gradient, gradient), "tp")
+    wide = build.call(aten.cat.default, [reduced] * 8)
+    graph = build.output(small, build.call(aten.sum.default, wide))
+    peak = predict_memory(graph).peak_bytes
+    schedule_overlap(graph, costs=COSTS, surroundings=lambda _: Surroundings(), extra_bytes=0)
+    assert predict_memory(graph).peak_bytes <= peak
+
+
+def _random_graph(seed: int) -> fx.Graph:
+    choose = random.Random(seed)
+    build = Builder()
+    values = [build.input(WIDTH, WIDTH) for _ in range(4)]
+    for _ in range(40):
+        kind = choose.choice(["mm", "mm", "add", "tp", "dp", "t"])
+        one, two = choose.choice(values), choose.choice(values[-6:])
+        if kind == "mm":
+            values.append(build.call(aten.mm.default, one, two))
+        elif kind == "add":
+            values.append(build.call(aten.add.Tensor, one, two))
+        elif kind == "t":
+            values.append(build.call(aten.clone.default, build.call(aten.t.default, two)))
+        else:
+            values.append(_reduced(build, two, kind))
+    return build.output(*(value for value in values if not value.users))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_graph_stays_whole_and_gets_no_worse(seed: int):
+    graph, same = _random_graph(seed), _random_graph(seed)
+    before, time_us = _order(graph), COSTS.timeline(graph).time_us
+    peak = predict_memory(graph, surroundings=Surroundings()).peak_bytes
+    for each in (graph, same):
+        schedule_overlap(each, costs=COSTS, surroundings=lambda _: Surroundings(), extra_bytes=0)
+        each.lint()
+    assert _order(graph) == _order(same)
+    assert sorted(_order(graph)) == sorted(before)
+    assert COSTS.timeline(graph).time_us <= time_us
+    assert predict_memory(graph, surroundings=Surroundings()).peak_bytes <= peak
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_live_bytes_of_a_schedule_are_those_of_the_cost_model(seed: int):
+    graph = _random_graph(seed)
+    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
+    around = Surroundings(held=inputs[:1], excluded=inputs[1:2])
+    live = LiveBytes(graph, around)
+    for node in graph.nodes:
+        live.run(node)
+    assert live.peak_bytes == predict_memory(graph, surroundings=around).peak_bytes
+
+
+def test_what_is_computed_does_not_change():
+    groups = {"tp": [[0, 1]], "dp": [[0, 1]]}
+    inputs = [[torch.randn(WIDTH, WIDTH) for _ in range(7)] for _ in range(2)]
+    before = run_lockstep([_backward(3) for _ in range(2)], inputs, groups)
+    graphs = [_backward(3) for _ in range(2)]
+    old = _order(graphs[0])
+    for graph in graphs:
+        schedule_overlap(graph, costs=COSTS)
+    assert _order(graphs[0]) != old
+    torch.testing.assert_close(run_lockstep(graphs, inputs, groups), before, rtol=0, atol=0)
+
+
+def test_random_calls_keep_their_order():
+    build = Builder()
+    x = build.input(WIDTH, WIDTH)
+    noise = build.call(aten.bernoulli.p, build.call(aten.mm.default, x, x), 0.5)
+    reduced = _reduced(build, build.call(aten.mm.default, x, x), "tp")
+    more = build.call(aten.bernoulli.p, reduced, 0.5)
+    graph = build.output(noise, build.call(aten.add.Tensor, more, reduced))
+    schedule_overlap(graph, costs=COSTS)
+    assert noise < more
+
+
+def test_an_order_that_gains_nothing_is_kept():
+    build = Builder()
+    x = build.input(WIDTH, WIDTH)
+    graph = build.output(build.call(aten.mm.default, x, x))
+    before = _order(graph)
+    assert schedule_overlap(graph, costs=COSTS)[0].startswith("order kept; the other one: exposed 0.00 -> 0.00 ms")
+    assert _order(graph) == before
+
+
+def test_without_costs_nothing_moves():
+    build = Builder()
+    graph = build.output(_reduced(build, build.input(4, 4), "unheard_of"))
+    assert schedule_overlap(graph) == ("skipped: no costs",)
+    assert "unheard_of" in schedule_overlap(graph, costs=COSTS)[0]
+
+
+def test_a_graph_that_changes_its_inputs_is_left_alone():
+    build = Builder()
+    x = build.input(4, 4)
+    graph = build.output(build.valued(x.meta["val"], aten.add_.Tensor, x, 1))
+    assert schedule_overlap(graph, costs=COSTS) == ("skipped: add__tensor changes what it is given",)
+
+
+def test_reorder_leaves_the_output_last():
+    graph = _backward(1)
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    reorder(graph, nodes)
+    assert list(graph.nodes)[:-1] == nodes
