@@ -38,6 +38,7 @@ from lightning_autoparallel.passes import (
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
+from lightning_autoparallel.pipeline.same_order import check_same_order
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     fingerprint_lines,
@@ -77,6 +78,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     with clock("passes"):
         partitioned, passes = _rewritten(sharded, context, artifacts)
+        check_same_order(partitioned, context.control)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
     with clock("predict"):
         costs = cost_model(context.config, context.mesh)

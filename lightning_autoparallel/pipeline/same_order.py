@@ -1,0 +1,45 @@
+"""All ranks run the same calls in the same order: another order of collectives would hang, or mix up their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from lightning_autoparallel.contracts import PartitionedGraph
+from lightning_autoparallel.errors import PassError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.plan import first_difference
+
+
+def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> None:
+    """Compare the final graphs of all ranks: one small message where they are equal.
+
+    Raises:
+        PassError: some rank's calls, or their order, are not those of rank 0; all ranks raise it.
+    """
+    lines = [line for name, graph in _graphs(partitioned) for line in _order_lines(name, graph)]
+    if control.agrees("\n".join(line.split("\t", 1)[1] for line in lines)):
+        return
+    gathered = control.gather(lines)
+    difference = first_difference(gathered[0], gathered)
+    assert difference is not None
+    rank, node = difference
+    raise PassError(
+        f"after the passes rank {rank} differs at {node} from rank 0, so that their collectives would not meet: give "
+        "all ranks the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb) and the same torch"
+    )
+
+
+def _graphs(partitioned: PartitionedGraph) -> Iterator[tuple[str, fx.Graph]]:
+    yield "forward" if partitioned.backward is not None else "inference", partitioned.forward.graph
+    if partitioned.backward is not None:
+        yield "backward", partitioned.backward.graph
+
+
+def _order_lines(name: str, graph: fx.Graph) -> Iterator[str]:
+    """One line per call: how errors name it, a tab, what is compared. Numbers in calls may be those of a rank."""
+    for node in graph.nodes:
+        read = ",".join(argument.name for argument in node.all_input_nodes)
+        yield f"{fxn.describe(node)} of the {name}\t{name} {node.name} {node.target} {read}"
