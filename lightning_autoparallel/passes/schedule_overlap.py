@@ -31,7 +31,7 @@ def schedule_overlap(
     surroundings: SurroundingsOf | None = None,
     max_compute_prefetch: int = 50,
     put_off: int = 16,
-    extra_bytes: int = 2**26,
+    extra_bytes: int = 2**27,
 ) -> tuple[str, ...]:
     """Order the calls anew, if that is predicted to be faster.
 
@@ -55,7 +55,7 @@ def schedule_overlap(
         )
         calls = read_calls(graph, costs)
         note_runs(graph, calls.heavy.__contains__)
-        reorder(graph, schedule(calls, LiveBytes(graph, around), options))
+        reorder(graph, schedule(calls, LiveBytes(graph, around), options, old_memory.live_bytes))
     except (UnsupportedOpError, ConfigError) as error:
         return (f"skipped: {error}",)
     time, memory = costs.timeline(graph), predict_memory(graph, surroundings=around)

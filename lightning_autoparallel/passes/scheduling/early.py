@@ -2,12 +2,15 @@
 
 What can be computed early, a parameter's shard or the norm of a saved value, is gathered while others compute. Each
 gets the latest place at which its process group has nothing else to do until it is done: started right ahead of
-another collective of its group it would hold that one up instead.
+another collective of its group it would hold that one up instead. What is gathered early is alive longer: it does not
+pass calls at which there is no room for it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -19,22 +22,32 @@ _CHEAP = 0.5  # what must be computed early takes at most this share of the coll
 _SPARE = 1.25  # a collective must fit so many times
 
 
-def early_places(calls: Calls, max_compute_prefetch: int) -> dict[fx.Node, int]:
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes alive at each place of the present order, the most that may be, and what a call allocates."""
+
+    live_bytes: Sequence[int]
+    limit_bytes: int
+    adds: Callable[[fx.Node], int]
+
+
+def early_places(calls: Calls, max_compute_prefetch: int, room: Room) -> dict[fx.Node, int]:
     """An earlier place for exposed collectives, and for the calls that they need, where there is one.
 
     At most ``max_compute_prefetch`` heavy calls lie between the new place and the old one.
     """
-    finder = _Finder(calls, max_compute_prefetch)
+    finder = _Finder(calls, max_compute_prefetch, room)
     for collective in reversed(finder.exposed):
         finder.bring_forward(collective)
     return finder.places
 
 
 class _Finder:
-    def __init__(self, calls: Calls, max_compute_prefetch: int) -> None:
+    def __init__(self, calls: Calls, max_compute_prefetch: int, room: Room) -> None:
         self.places: dict[fx.Node, int] = {}
         self.exposed: list[fx.Node] = []
-        self._calls, self._most = calls, max_compute_prefetch
+        self._calls, self._most, self._room = calls, max_compute_prefetch, room
+        self._live_bytes = list(room.live_bytes)
         self._begun_us: list[float] = []
         self._busy_us: dict[str, list[tuple[float, float]]] = {}
         self._needed_us: dict[fx.Node, float] = {}
@@ -64,19 +77,26 @@ class _Finder:
         if place is not None:
             begin_us = self._begun_us[place]
             self._interval[collective] = (begin_us, begin_us + self._calls.times_us[collective])
-            for node in self._late(collective, place) or ():
+            late = self._late(collective, place) or set()
+            size_bytes = sum(map(self._room.adds, late))
+            for passed in range(place, self._calls.place[collective]):
+                self._live_bytes[passed] += size_bytes
+            for node in late:
                 self.places[node] = min(place, self.places.get(node, place))
         insort(busy_us, self._interval[collective])
 
     def _latest(self, collective: fx.Node, busy_us: list[tuple[float, float]]) -> int | None:
         calls, wanted_us = self._calls, self._calls.times_us[collective] * _SPARE
-        old = calls.place[collective]
+        old, alive_bytes = calls.place[collective], 0
         for place in range(old, -1, -1):
+            alive_bytes = max(alive_bytes, self._live_bytes[place])
             if calls.heavy_before[old] - calls.heavy_before[place] > self._most:
                 return None
             begin_us = self._begun_us[place]
             if begin_us + wanted_us <= self._needed_us[collective] and _is_free(busy_us, begin_us, wanted_us):
-                return place if self._late(collective, place) else None
+                late = self._late(collective, place)
+                has_room = late is not None and alive_bytes + sum(map(self._room.adds, late)) <= self._room.limit_bytes
+                return place if has_room else None
         return None
 
     def _late(self, collective: fx.Node, place: int) -> set[fx.Node] | None:

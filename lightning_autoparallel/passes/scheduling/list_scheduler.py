@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -22,7 +23,7 @@ from torch import fx
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.scheduling.calls import Calls, is_urgent
 from lightning_autoparallel.passes.scheduling.clock import Clock
-from lightning_autoparallel.passes.scheduling.early import early_places
+from lightning_autoparallel.passes.scheduling.early import Room, early_places
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 
 _FITS = 0.5  # the share of a call that must fit into a gap for it to fill it
@@ -38,20 +39,24 @@ class ScheduleOptions:
     limit_bytes: int
 
 
-def schedule(calls: Calls, live: LiveBytes, options: ScheduleOptions) -> list[fx.Node]:
-    """The nodes of a graph in another order, in which each comes behind what it needs."""
-    scheduler = _Scheduler(calls, live, options)
+def schedule(calls: Calls, live: LiveBytes, options: ScheduleOptions, live_bytes: Sequence[int]) -> list[fx.Node]:
+    """The nodes of a graph in another order, in which each comes behind what it needs.
+
+    ``live_bytes`` are those at each node of the present order; ``live`` has run none yet.
+    """
+    room = Room(live_bytes=live_bytes, limit_bytes=options.limit_bytes, adds=live.adds)
+    scheduler = _Scheduler(calls, live, options, early_places(calls, options.max_compute_prefetch, room))
     while scheduler.step():
         pass
     return scheduler.order
 
 
 class _Scheduler:
-    def __init__(self, calls: Calls, live: LiveBytes, options: ScheduleOptions) -> None:
+    def __init__(self, calls: Calls, live: LiveBytes, options: ScheduleOptions, early: Mapping[fx.Node, int]) -> None:
         self.order: list[fx.Node] = []
         self._calls, self._live, self._options = calls, live, options
         self._clock = Clock(calls)
-        self._key = {**calls.place, **early_places(calls, options.max_compute_prefetch)}
+        self._key = {**calls.place, **early}
         self._missing = {node: len(calls.needs[node]) for node in calls.nodes}
         self._needed_by: dict[fx.Node, list[fx.Node]] = {}
         for node in calls.nodes:
