@@ -28,6 +28,12 @@ def is_attention(node: fx.Node) -> bool:
     return str(node.target).startswith("aten._scaled_dot_product_")
 
 
+def counts_flops(node: fx.Node) -> bool:
+    """Whether the node is of those that FLOPs may bound: products, convolutions, attention."""
+    is_product = node.target is torch.ops.aten.einsum.default
+    return is_product or is_attention(node) or getattr(node.target, "overloadpacket", None) in flop_registry
+
+
 def node_flops(node: fx.Node) -> int:
     """FLOPs of a call on the shapes of ``meta["val"]``; causal attention skips the masked half."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])

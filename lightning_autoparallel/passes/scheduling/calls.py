@@ -9,8 +9,7 @@ from itertools import accumulate
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.flops import node_flops
-from lightning_autoparallel.cost.fusion import call_kind
+from lightning_autoparallel.cost.flops import counts_flops
 from lightning_autoparallel.fx import nodes as fxn
 
 
@@ -56,8 +55,8 @@ def read_calls(graph: fx.Graph, costs: CostModel) -> Calls:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether the call is a matrix product or attention."""
-    return node.op == "call_function" and call_kind(node) == "kernel" and node_flops(node) > 0
+    """Whether the call is a matrix product, a convolution or attention."""
+    return node.op == "call_function" and counts_flops(node)
 
 
 def is_urgent(node: fx.Node) -> bool:

@@ -37,11 +37,6 @@ class LiveBytes:
         """Bytes that running ``node`` allocates."""
         return sum(self._sizes[index] for index in self._made.get(node, ()) if index not in self._excluded)
 
-    def frees(self, node: fx.Node) -> int:
-        """Bytes of which ``node`` is the last reader left, its own results not counted."""
-        made = self._made.get(node, ())
-        return sum(self._sizes[i] for i in self._counted(node) if self._left[i] == 1 and i not in made)
-
     def run(self, node: fx.Node) -> None:
         """Allocate what ``node`` makes, then free what it was the last to read."""
         self.bytes += self.adds(node)

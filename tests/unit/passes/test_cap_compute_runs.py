@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
@@ -72,3 +72,17 @@ def test_no_reductions_nothing_to_say():
     build = Builder()
     x = build.input(4, 4)
     assert cap_compute_runs(build.output(build.call(aten.mm.default, x, x))) == ()
+
+
+def test_an_operator_without_a_cost_is_not_heavy():
+    build = Builder()
+    x = build.input(4, 4)
+    own = build.valued(x.meta["val"], _a_users_own, x)
+    reduced = build.valued(x.meta["val"], collectives.ALL_REDUCE, own, "sum", "g")
+    reduced.meta["collective_role"] = fxn.TERMINAL_REDUCTION
+    graph = build.output(build.valued(x.meta["val"], collectives.WAIT, reduced))
+    assert cap_compute_runs(graph) == ()
+
+
+def _a_users_own(x: Tensor) -> Tensor:
+    return x
