@@ -116,11 +116,4 @@ def _parameter_of(calls: Iterable[fx.Node], parameters: Iterable[fx.Node]) -> di
 
 def _calls_before(node: fx.Node) -> set[fx.Node]:
     """The calls that ``node`` depends on."""
-    found: set[fx.Node] = set()
-    pending = list(node.all_input_nodes)
-    while pending:
-        before = pending.pop()
-        if before.op == "call_function" and before not in found:
-            found.add(before)
-            pending.extend(before.all_input_nodes)
-    return found
+    return fxn.with_ancestors(node.all_input_nodes, among=lambda before: before.op == "call_function")

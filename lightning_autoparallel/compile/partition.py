@@ -34,17 +34,6 @@ def partition_graph(
     return _Partition(sharded, reshard_after_forward, activation_checkpointing).split()
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
-
-
 def _annotate(decisions: Mapping[fx.Node, Decision]) -> None:
     for node, decision in decisions.items():
         # Nodes share their annotations with what they were lowered from: each gets its own.
@@ -63,7 +52,7 @@ class _Partition:
         self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
         by_input = list(zip(self._placeholders, sharded.inputs, strict=True))
         self._tangents = [node for node, item in by_input if item.kind == "tangent"]
-        self._forward = _ancestors(self._results) - set(self._placeholders)
+        self._forward = fxn.with_ancestors(self._results) - set(self._placeholders)
         # A result that only the backward reads (pooling indices, attention statistics) comes from a call that has run.
         self._forward |= {node for node in self._nodes if fxn.is_getitem(node) and node.args[0] in self._forward}
         calls = [node for node in self._nodes if node in self._forward]
@@ -90,7 +79,7 @@ class _Partition:
     def _make_forward(self, saved: list[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
-        wanted = self._forward | _ancestors(saved)
+        wanted = self._forward | fxn.with_ancestors(saved)
         for node in self._nodes:
             if (node.op == "placeholder" and node not in self._tangents) or (
                 node.op == "call_function" and node in wanted
@@ -102,7 +91,7 @@ class _Partition:
     def _make_backward(self) -> list[tuple[fx.Node, bool]]:
         """The backward's calls in order, recomputed ones (True) right before their first use; fills ``self._saved``."""
         order: dict[fx.Node, bool] = {}
-        needed = _ancestors(self._gradients) - self._forward
+        needed = fxn.with_ancestors(self._gradients) - self._forward
         for node in self._nodes:
             if node.op == "call_function" and node in needed:
                 self._require(node.all_input_nodes, order)

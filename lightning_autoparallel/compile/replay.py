@@ -50,13 +50,13 @@ class _Replay:
 
     def _find_forward(self) -> set[fx.Node]:
         """The calls of the forward; backward ones may stand between them."""
-        forward = _ancestors(_only_nodes(self._results))
+        forward = fxn.with_ancestors(_only_nodes(self._results))
         after_tangents = set(self._backward_inputs)
         for node in self._nodes:
             if after_tangents.intersection(node.all_input_nodes):
                 after_tangents.add(node)
             elif node.op == "call_function" and self._was_forward(node, forward):
-                forward |= _ancestors([node])
+                forward |= fxn.with_ancestors([node])
         assert not forward & after_tangents, "a result of the forward depends on a tangent"
         return {node for node in forward if node.op != "placeholder"}
 
@@ -76,7 +76,7 @@ class _Replay:
     def _order_backward(self) -> list[fx.Node]:
         """The backward's calls in order, recomputed ones right before their first use; fills ``self._saved``."""
         effects = [node for node in self._nodes if joint.has_effect(node) and node not in self._forward]
-        needed = _ancestors([*_only_nodes(self._gradients), *effects]) - self._forward
+        needed = fxn.with_ancestors([*_only_nodes(self._gradients), *effects]) - self._forward
         order: dict[fx.Node, None] = {}
         for node in self._nodes:
             if node.op == "call_function" and node in needed:
@@ -123,7 +123,7 @@ class _Replay:
 
     def _make_forward(self, saved: list[fx.Node]) -> fx.GraphModule:
         effects = [node for node in self._forward if joint.has_effect(node)]
-        wanted = _ancestors([*_only_nodes(self._results), *saved, *effects])
+        wanted = fxn.with_ancestors([*_only_nodes(self._results), *saved, *effects])
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {node: graph.node_copy(node) for node in self._inputs}
         for node in self._nodes:
@@ -193,14 +193,3 @@ def _mapped(value: Any, env: dict[fx.Node, fx.Node]) -> Any:
 
 def _only_nodes(values: Iterable[Any]) -> list[fx.Node]:
     return [value for value in values if isinstance(value, fx.Node)]
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found

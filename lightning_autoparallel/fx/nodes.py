@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -151,6 +151,18 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The node's tensor arguments in the order of its call, repeated ones repeated."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda argument: found.append(argument))
+    return found
+
+
+def with_ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] | None = None) -> set[fx.Node]:
+    """The nodes and all that they are computed from; the walk does not pass what is not ``among`` those of interest."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and (among is None or among(node)):
+            found.add(node)
+            pending.extend(node.all_input_nodes)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.bucketing.moves import hoist
 from lightning_autoparallel.passes.scheduling.calls import is_heavy
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE, runs_between_reductions
@@ -49,15 +50,5 @@ def _start_sooner(reduction: fx.Node, run: list[fx.Node], allowed: int) -> list[
 
 
 def _needed_in(reduction: fx.Node, run: set[fx.Node], first: fx.Node) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    pending = list(reduction.all_input_nodes)
-    while pending:
-        node = pending.pop()
-        if node in seen or node < first:  # nodes compare by their place in the graph
-            continue
-        seen.add(node)
-        if node in run:
-            needed.add(node)
-        pending.extend(node.all_input_nodes)
-    return needed
+    # nodes compare by their place in the graph
+    return fxn.with_ancestors(reduction.all_input_nodes, among=lambda node: not node < first) & run

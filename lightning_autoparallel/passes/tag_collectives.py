@@ -81,11 +81,4 @@ def _leads_out(user: fx.Node, leaving: dict[fx.Node, None]) -> bool:
 
 
 def _upstream(leaves: list[Any], leaving: dict[fx.Node, None]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node in leaving and node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
+    return fxn.with_ancestors((leaf for leaf in leaves if isinstance(leaf, fx.Node)), among=leaving.__contains__)

@@ -20,16 +20,27 @@ def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> No
         PassError: some rank's calls, or their order, are not those of rank 0; all ranks raise it.
     """
     lines = [line for name, graph in _graphs(partitioned) for line in _order_lines(name, graph)]
-    if control.agrees("\n".join(line.split("\t", 1)[1] for line in lines)):
+    difference = difference_between_ranks(lines, control)
+    if difference is None:
         return
-    gathered = control.gather(lines)
-    difference = first_difference(gathered[0], gathered)
-    assert difference is not None
     rank, node = difference
     raise PassError(
         f"after the passes rank {rank} differs at {node} from rank 0, so that their collectives would not meet: give "
         "all ranks the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb) and the same torch"
     )
+
+
+def difference_between_ranks(lines: list[str], control: ControlGroup) -> tuple[int, str] | None:
+    """The first rank whose lines differ from rank 0's, and the node there; None, and one small message, if all agree.
+
+    Of each line, what stands before the first tab names the node in errors; what follows is compared.
+    """
+    if control.agrees("\n".join(line.split("\t", 1)[1] for line in lines)):
+        return None
+    gathered = control.gather(lines)
+    difference = first_difference(gathered[0], gathered)
+    assert difference is not None
+    return difference
 
 
 def _graphs(partitioned: PartitionedGraph) -> Iterator[tuple[str, fx.Graph]]:

@@ -38,11 +38,10 @@ from lightning_autoparallel.passes import (
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
-from lightning_autoparallel.pipeline.same_order import check_same_order
+from lightning_autoparallel.pipeline.same_order import check_same_order, difference_between_ranks
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     fingerprint_lines,
-    first_difference,
     make_plan,
     plan_document,
     read_plan,
@@ -173,11 +172,9 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
 
 
 def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:
-    if control.agrees("\n".join(line.split("\t", 1)[1] for line in lines)):
+    difference = difference_between_ranks(lines, control)
+    if difference is None:
         return
-    gathered = control.gather(lines)
-    difference = first_difference(gathered[0], gathered)
-    assert difference is not None
     rank, node = difference
     raise CaptureError(
         f"rank {rank}'s graph differs at node {node} from rank 0's: every rank must run the same step; look for "

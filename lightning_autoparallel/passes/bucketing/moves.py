@@ -6,16 +6,12 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from lightning_autoparallel.fx import nodes as fxn
+
 
 def hoist(node: fx.Node, anchor: fx.Node) -> None:
     """Move ``node``, and what it needs that is not there yet, right before ``anchor``; their order is kept."""
-    late: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current not in late and current.op == "call_function" and not current < anchor:
-            late.add(current)
-            pending.extend(current.all_input_nodes)
+    late = fxn.with_ancestors([node], among=lambda needed: needed.op == "call_function" and not needed < anchor)
     for needed in sorted(late):  # nodes compare by their place in the graph
         anchor.prepend(needed)
 
