@@ -11,12 +11,15 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_autoparallel.torch_compat.operators import named_arguments
+from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
 
 
 def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """FLOPs of the operators that torch's counter knows; 0 for the others, which are bound by memory."""
     if op is torch.ops.aten.einsum.default:
         return 2 * math.prod(_letter_sizes(*args).values())
+    if op is WIDE_PRODUCT:
+        return 2 * int(result.numel() * args[0].shape[-1])
     packet = getattr(op, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
@@ -30,7 +33,7 @@ def is_attention(node: fx.Node) -> bool:
 
 def counts_flops(node: fx.Node) -> bool:
     """Whether the node is of those that FLOPs may bound: products, convolutions, attention."""
-    is_product = node.target is torch.ops.aten.einsum.default
+    is_product = node.target in (torch.ops.aten.einsum.default, WIDE_PRODUCT)
     return is_product or is_attention(node) or getattr(node.target, "overloadpacket", None) in flop_registry
 
 

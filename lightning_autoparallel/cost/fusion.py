@@ -27,11 +27,12 @@ from torch import Tensor, fx
 from lightning_autoparallel.cost.operators import FREE, FUSED, LOOKUPS
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat.rank_operators import NAMESPACE
 
 CallKind = Literal["free", "fused", "kernel", "collective"]
 
 # Operators of other namespaces (a user's own, a library's) may compute anything.
-_KNOWN_NAMESPACES = {"aten", "prims", "inductor", "bucketing", "fsdp"}
+_KNOWN_NAMESPACES = {"aten", "prims", "inductor", "bucketing", "fsdp", NAMESPACE}
 _LONGEST_ROW_BYTES = 2**16  # a block's registers and shared memory hold about this much
 
 

@@ -18,7 +18,7 @@ from lightning_autoparallel.cost.storage import GraphStorages, Storage, resolve_
 from lightning_autoparallel.fx import nodes as fxn
 
 # All-reduces and broadcasts work on a copy of their input, made when they start: it is their output.
-READ_WHILE_RUNNING = {"all_gather", "reduce_scatter", "all_to_all"}
+READ_WHILE_RUNNING = {"all_gather", "reduce_scatter", "all_to_all", "permute"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,13 @@ _REDUCTIONS = """all amax amin any argmax argmin cumsum linalg_vector_norm _log_
 logsumexp max mean min native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward norm
 prod _softmax _softmax_backward_data std std_mean sum var var_mean"""
 
+# Our own, whose result depends on the rank.
+_RANKED_VIEWS = "rank_chunk"
+_RANKED_POINTWISE = "rank_cat rank_sum"
+
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "take"})
 """Rows that are looked up: as many bytes of the table (the first argument) are read as are written."""
-FREE = frozenset(f"{_VIEWS} {_EMPTY} {_SIZES}".split())
+FREE = frozenset(f"{_VIEWS} {_RANKED_VIEWS} {_EMPTY} {_SIZES}".split())
 """Nothing moves."""
-FUSED = LOOKUPS | frozenset(f"{_GENERATORS} {_POINTWISE} {_REDUCTIONS}".split())
+FUSED = LOOKUPS | frozenset(f"{_GENERATORS} {_POINTWISE} {_RANKED_POINTWISE} {_REDUCTIONS}".split())
 """Computed with what is before and after, as everything that torch tags as pointwise is."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import CollectiveCount
-from lightning_autoparallel.torch_compat import collectives
+from lightning_autoparallel.torch_compat import collectives, rank_operators
 
 aten = torch.ops.aten
 
@@ -21,6 +21,7 @@ _KINDS = {
     collectives.ALL_REDUCE: "all_reduce",
     collectives.ALL_TO_ALL: "all_to_all",
     collectives.BROADCAST: "broadcast",
+    rank_operators.SHARD_PERMUTE: "permute",
 }
 _RANDOM_FACTORIES = {
     aten.rand.default,
@@ -81,7 +82,7 @@ def is_view_of_all(node: fx.Node) -> bool:
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, or None."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``permute``, or None."""
     return _KINDS.get(node.target)  # type: ignore[call-overload]
 
 

@@ -1,4 +1,4 @@
-"""The stages, in order: capture -> plan -> apply -> passes -> partition -> lower."""
+"""The stages, in order: capture -> plan -> apply -> passes -> partition -> specialize -> lower."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
-from lightning_autoparallel.compile import lower_partitioned, partition_graph
+from lightning_autoparallel.compile import lower_partitioned, partition_graph, specialize_partitioned
 from lightning_autoparallel.config import EngineConfig
 from lightning_autoparallel.contracts import (
     CapturedGraph,
@@ -47,6 +47,7 @@ from lightning_autoparallel.plan import (
     read_plan,
     restore_plan,
 )
+from lightning_autoparallel.torch_compat.collectives import group_place
 
 Progress = Callable[[str, str, float], None]  # (graph, stage, seconds)
 
@@ -86,6 +87,8 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     if artifacts.writes:
         artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, context.config.plan, context.mesh))
     with clock("compile"):
+        # Until here no rank's graph tells which rank it is of.
+        partitioned = specialize_partitioned(partitioned, group_place)
         forward, backward = lower_partitioned(partitioned, context.config.compile)
     return CompiledStep(
         partitioned=partitioned,

@@ -25,6 +25,12 @@ def launched_collectives(group_name: str) -> int:
     return int(_resolve_process_group(group_name)._get_sequence_number_for_group())  # type: ignore[attr-defined, arg-type]
 
 
+def group_place(group_name: str) -> tuple[int, int]:
+    """This process's rank in a process group, and the group's size."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    return int(group.rank()), int(group.size())
+
+
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh with the dims of several meshes of one root, on their process groups."""
     return DeviceMesh._concatenate(meshes)

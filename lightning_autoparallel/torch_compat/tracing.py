@@ -44,6 +44,7 @@ __all__ = [
     "annotate_nodes",
     "collection_paused",
     "export_joint",
+    "fake_evaluated",
     "fake_mode_of",
     "fake_tensor_like",
     "fake_tracing",
@@ -96,6 +97,15 @@ def fake_mode_of(tensor: Tensor) -> FakeTensorMode:
     mode = detect_fake_mode([tensor])
     assert mode is not None, "not a fake tensor"
     return mode
+
+
+def fake_evaluated(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives on the recorded values of its arguments: fake tensors, or ones on the meta device."""
+    args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    tensors: list[Tensor] = []
+    fx.node.map_aggregate((args, kwargs), lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
+    with detect_fake_mode(tensors) or contextlib.nullcontext():
+        return target(*args, **kwargs)
 
 
 def active_fake_mode() -> FakeTensorMode | None:
