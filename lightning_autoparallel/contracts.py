@@ -135,8 +135,8 @@ class PartitionedGraph:
 
     ``forward`` takes the inputs without tangents and returns the results, then ``saved_values`` more tensors.
     ``backward`` takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
-    ``decisions`` say for every call of the forward whether the backward, where it needs the value, reads what was saved
-    or recomputes it; the nodes of all three graphs carry theirs as the annotation ``recompute``.
+    ``decisions`` say for every call of the forward, by its name, whether the backward, where it needs the value, reads
+    what was saved or recomputes it. A recomputed call has the same name in both graphs until passes rewrite them.
     """
 
     sharded: ShardedGraph

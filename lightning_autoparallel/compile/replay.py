@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_autoparallel.compile.backward_order import BackwardOrder, backward_order
 from lightning_autoparallel.compile.retrace import half_of
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat import joint
@@ -46,7 +47,6 @@ class _Replay:
         self._backward_inputs = [node for node in placeholders if joint.is_backward_input(node)]
         self._inputs = [node for node in placeholders if not joint.is_backward_input(node)]
         self._forward = self._find_forward()
-        self._saved: dict[fx.Node, None] = {}
 
     def _find_forward(self) -> set[fx.Node]:
         """The calls of the forward; backward ones may stand between them."""
@@ -68,38 +68,16 @@ class _Replay:
 
     def split(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         order = self._order_backward()
-        symbols = [node for node in self._saved if joint.is_sym_node(node)]
-        values = joint.saved_order(node for node in self._saved if not joint.is_sym_node(node))
+        symbols = [node for node in order.saved if joint.is_sym_node(node)]
+        values = joint.saved_order(node for node in order.saved if not joint.is_sym_node(node))
         symbols = joint.binding_symbols(self._module.graph, [*values, *self._backward_inputs], symbols)
-        return self._make_forward([*values, *symbols]), self._make_backward([*symbols, *values], order)
+        return self._make_forward([*values, *symbols]), self._make_backward([*symbols, *values], order.calls)
 
-    def _order_backward(self) -> list[fx.Node]:
-        """The backward's calls in order, recomputed ones right before their first use; fills ``self._saved``."""
+    def _order_backward(self) -> BackwardOrder:
         effects = [node for node in self._nodes if joint.has_effect(node) and node not in self._forward]
-        needed = fxn.with_ancestors([*_only_nodes(self._gradients), *effects]) - self._forward
-        order: dict[fx.Node, None] = {}
-        for node in self._nodes:
-            if node.op == "call_function" and node in needed:
-                self._require(node.all_input_nodes, order)
-                order[node] = None
-        self._require(_only_nodes(self._gradients), order)
-        return list(order)
-
-    def _require(self, nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
-        """Have ``nodes`` at hand: saved, or recomputed from what is, arguments first."""
-        pending = list(nodes)[::-1]
-        while pending:
-            node = pending.pop()
-            if node in order or node in self._saved or node in self._backward_inputs:
-                continue
-            if not self._is_recomputed(node):
-                self._saved[node] = None
-                continue
-            missing = [n for n in node.all_input_nodes if not (n in order or n in self._saved)]
-            if missing:
-                pending += [node, *reversed(missing)]
-            else:
-                order[node] = None
+        gradients = _only_nodes(self._gradients)
+        needed = fxn.with_ancestors([*gradients, *effects]) - self._forward
+        return backward_order(self._nodes, needed, gradients, self._backward_inputs, self._is_recomputed)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         if node.op == "get_attr" or node.target in _ALIASES:

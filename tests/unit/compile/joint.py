@@ -15,6 +15,12 @@ from tests.lockstep import one_group, run_lockstep
 SIZE = 2
 
 
+def recomputed_of(partitioned: PartitionedGraph) -> list[fx.Node]:
+    """The calls of the forward that the backward makes again, in its order: the partition keeps names."""
+    calls = [node for node in partitioned.backward.graph.nodes if node.op == "call_function"]
+    return [node for node in calls if node.name in partitioned.decisions]
+
+
 class Joint:
     """A joint graph under construction: inputs x (batch), w (parameter, sharded), t (tangent)."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.contracts import GraphOutput, PartitionedGraph, ShardedGraph
 from lightning_autoparallel.fx import nodes as fxn
-from tests.unit.compile.joint import Joint
+from tests.unit.compile.joint import Joint, recomputed_of
 
 aten = torch.ops.aten
 
@@ -22,8 +22,8 @@ def saved_of(partitioned: PartitionedGraph) -> list[str]:
     return [node.name for node in results[len(results) - partitioned.saved_values :]]
 
 
-def recomputed_of(partitioned: PartitionedGraph) -> set[str]:
-    return {node.name for node in partitioned.backward.graph.nodes if node.meta.get("recomputed")}
+def recomputed_names(partitioned: PartitionedGraph) -> set[str]:
+    return {node.name for node in recomputed_of(partitioned)}
 
 
 CHAINS = {
@@ -70,7 +70,7 @@ def test_values_that_mix_in_the_batch_are_saved():
     y = joint(aten.exp.default, hidden)
     partitioned = joint.split(y, joint(aten.mul.Tensor, joint["t"], y))
     assert saved_of(partitioned) == [y.name]
-    assert recomputed_of(partitioned) == set()
+    assert recomputed_names(partitioned) == set()
 
 
 def test_a_checkpoint_region_is_recomputed_from_its_boundary():
@@ -83,7 +83,7 @@ def test_a_checkpoint_region_is_recomputed_from_its_boundary():
     y = joint(aten.relu.default, inner)
     grad = joint(aten.mul.Tensor, joint(aten.mul.Tensor, joint["t"], inside), inner)
     partitioned = joint.split(y, grad)
-    assert inside.name in recomputed_of(partitioned)
+    assert inside.name in recomputed_names(partitioned)
     assert set(saved_of(partitioned)) == {before.name, inner.name}, "what leaves the region is saved, as is what enters"
 
 
@@ -97,7 +97,7 @@ def test_a_random_draw_is_never_repeated():
     y = joint(aten.relu.default, kept)
     partitioned = joint.split(y, joint(aten.mul.Tensor, joint["t"], mask))
     assert saved_of(partitioned) == [drawn.name]
-    assert recomputed_of(partitioned) == {mask.name}
+    assert recomputed_names(partitioned) == {mask.name}
     assert not any(fxn.is_random(node) for node in partitioned.backward.graph.nodes)
 
 
@@ -121,7 +121,7 @@ def test_a_region_repeats_an_operator_with_several_results():
     grad = joint(aten.mul.Tensor, joint["t"], joint(aten.unsqueeze.default, places, 1))
     partitioned = joint.split(y, grad)
     assert saved_of(partitioned) == []
-    assert both.name in recomputed_of(partitioned)
+    assert both.name in recomputed_names(partitioned)
 
 
 @pytest.mark.parametrize("order", [("w", "x", "t"), ("t", "x", "w"), ("x", "t", "w")], ids=str)

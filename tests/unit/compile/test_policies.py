@@ -31,7 +31,7 @@ from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
 from tests._hermetic import no_leaks
 from tests.unit._graphs import captured
-from tests.unit.compile.joint import Joint
+from tests.unit.compile.joint import Joint, recomputed_of
 
 aten = torch.ops.aten
 LAYERS = 4
@@ -109,9 +109,8 @@ def run_joint(step: Step) -> list[Tensor]:
 
 def recomputed_blocks(partitioned: PartitionedGraph) -> list[str]:
     """The block of every recomputed call in the backward's order, repetitions and free views left out."""
-    nodes = [node for node in partitioned.backward.graph.nodes if node.meta.get("recomputed")]
     blocks = find_blocks(partitioned.backward.graph.nodes)
-    order = [blocks[node] for node in nodes if node in blocks and not fxn.is_view_of_all(node)]
+    order = [blocks[node] for node in recomputed_of(partitioned) if node in blocks and not fxn.is_view_of_all(node)]
     return [block for i, block in enumerate(order) if i == 0 or order[i - 1] != block]
 
 
@@ -144,9 +143,10 @@ def test_full_saves_what_enters_blocks_and_recomputes_one_at_a_time(llama: Step)
 
 def test_recomputed_values_die_with_their_block(llama: Step):
     """Of what the backward recomputes of a block nothing is read after it has begun with the block before."""
-    graph = llama.split("full").backward.graph
+    partitioned = llama.split("full")
+    graph = partitioned.backward.graph
     blocks, position = find_blocks(graph.nodes), {node: i for i, node in enumerate(graph.nodes)}
-    mine = [node for node in graph.nodes if node.meta.get("recomputed") and node in blocks]
+    mine = [node for node in recomputed_of(partitioned) if node in blocks]
     for later, earlier in itertools.pairwise(BLOCKS):
         begun = min(position[node] for node in mine if blocks[node] == later)
         assert max(position[user] for node in mine if blocks[node] == earlier for user in node.users) < begun
@@ -171,7 +171,7 @@ def test_selective_saves_attention_every_second_matmul_and_the_first_residual(ll
     ]
     assert {first, second} <= set(saved)
     assert len(saved) == 6
-    again = {node.target for node in partitioned.backward.graph.nodes if node.meta.get("recomputed")}
+    again = {node.target for node in recomputed_of(partitioned)}
     assert not again & ATTENTION
 
 
@@ -183,11 +183,9 @@ def test_decisions_are_handed_over(llama: Step):
     partitioned = llama.split("selective")
     calls = [node for node in partitioned.forward.graph.nodes if node.op == "call_function"]
     assert {node.name for node in calls} <= partitioned.decisions.keys()
-    for node in calls:
-        assert fxn.custom(node, "recompute") == partitioned.decisions[node.name]
     assert {partitioned.decisions[node.name] for node in saved_of(partitioned)} == {"save"}
-    for node in partitioned.backward.graph.nodes:
-        if node.meta.get("recomputed") and isinstance(node.meta["val"], Tensor):
+    for node in recomputed_of(partitioned):
+        if isinstance(node.meta["val"], Tensor):
             assert partitioned.decisions[node.name] == "recompute"
 
 

@@ -221,9 +221,9 @@ def test_the_gather_belongs_to_what_reads_it_and_keeps_marks():
     draft = Draft()
     first = draft.gather(draft.x, 0)
     second = draft.gather(first, 1)
-    for node, meta in ((first, {"recomputed": True}), (second, {"custom": {"module": "a"}})):
+    for node, meta in ((first, {"collective_role": "parameter_gather"}), (second, {"custom": {"module": "a"}})):
         node.args[0].meta.update(meta)  # type: ignore[union-attr]
     draft.fused(second)
     (gather,) = fxn.collectives_of(draft.graph)
-    assert gather.meta["recomputed"] and fxn.custom(gather, "module") == "a"
+    assert fxn.collective_role(gather) == fxn.PARAMETER_GATHER and fxn.custom(gather, "module") == "a"
     assert gather.meta["val"].shape == (16, 6)
