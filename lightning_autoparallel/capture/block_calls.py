@@ -58,7 +58,9 @@ class BlockInputs:
         )
 
     def same_constants(self, other: BlockInputs) -> bool:
-        """Whether tensors whose values are known are the very same in both calls."""
+        """Whether both calls have as many tensors, and those whose values are known are the very same."""
+        if len(self.tensors) != len(other.tensors):
+            return False
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(one is two for one, two in pairs if is_constant(one) or is_constant(two))
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from lightning_autoparallel.capture.block_calls import BlockInputs, BlockResults
 from lightning_autoparallel.capture.repeats import same_value
+from lightning_autoparallel.capture.side_ways import SideWays, WatchedCall
 from lightning_autoparallel.capture.templates import Template, TemplateCopies, make_template
 from lightning_autoparallel.torch_compat.blocks import BlockCall, call_block
 from lightning_autoparallel.torch_compat.constants import copy_constant
@@ -31,8 +32,13 @@ class _Seen:
     paths: list[str]
     inputs: BlockInputs | None = None
     results: BlockResults | None = None
-    output: Any = None
-    usable: bool = True
+    call: WatchedCall | None = None
+    clean: bool = True  # as far as the call itself tells
+
+    @property
+    def usable(self) -> bool:
+        """Whether the watched call, if there was one by now, left nothing behind but its results."""
+        return self.clean and not (self.call is not None and self.call.has_side_ways)
 
 
 @dataclass
@@ -45,12 +51,14 @@ class RepeatedBlocks:
     templates: list[Template] = field(default_factory=list)
     _by_group: dict[int, int] = field(default_factory=dict)
     _calls: dict[int, str] = field(default_factory=dict)
+    _side_ways: SideWays = field(default_factory=SideWays)
 
     def make_templates(self, run: Callable[[], object], decompositions: dict[Any, Callable[..., Any]]) -> None:
         """Run the step once on fake tensors, skipping repeats, and trace one block of every group."""
         seen = [_Seen(list(paths)) for paths in self.groups]
-        with self._patched({path: self._trial(group, path) for group in seen for path in group.paths}):
-            run()
+        trials = {path: self._trial(group, path) for group in seen for path in group.paths}
+        with self._patched(trials), self._side_ways:
+            self._side_ways.sees(run())
         for number, group in enumerate(seen):
             if group.usable and group.inputs is not None and group.results is not None:
                 block = self.module.get_submodule(group.paths[1])
@@ -94,7 +102,7 @@ class RepeatedBlocks:
                 if path not in group.paths[1:-1] or not group.usable:
                     return forward(*args, **kwargs)
                 if group.inputs is None:
-                    return self._watched(group, block, inputs, lambda: forward(*args, **kwargs))
+                    return self._watched(group, inputs, lambda: forward(*args, **kwargs))
                 if group.results is None or not inputs.equal(group.inputs):
                     return forward(*args, **kwargs)
                 return group.results.output(inputs.tensors, [_like(made) for made in group.results.tensors])
@@ -103,15 +111,17 @@ class RepeatedBlocks:
 
         return wrap
 
-    def _watched(self, group: _Seen, block: nn.Module, inputs: BlockInputs, run: Callable[[], Any]) -> Any:
+    def _watched(self, group: _Seen, inputs: BlockInputs, run: Callable[[], Any]) -> Any:
         """The first call of a repeat: it must leave nothing behind but its results."""
-        before = _state(block), random.getstate(), self.recorded()
+        before = _state(self.module), random.getstate(), self.recorded()
         versions = [tensor._version for tensor in inputs.tensors]
+        group.call = self._side_ways.watch(inputs.tensors)
         output = run()
-        clean = same_value(before[0], _state(block)) and before[1:] == (random.getstate(), self.recorded())
+        group.call.returns(output)
+        clean = same_value(before[0], _state(self.module)) and before[1:] == (random.getstate(), self.recorded())
         group.inputs, group.results = inputs, BlockResults.of(output, inputs)
         same = versions == [tensor._version for tensor in inputs.tensors]
-        group.usable = clean and same and group.results is not None and _differentiable_alike(group.results.tensors)
+        group.clean = clean and same and group.results is not None and _differentiable_alike(group.results.tensors)
         return output
 
     def _noted(self, path: str, reference: list[BlockInputs]) -> Callable[[Forward], Forward]:
@@ -167,10 +177,10 @@ def _differentiable_alike(tensors: Sequence[Tensor]) -> bool:
     return len({tensor.requires_grad for tensor in tensors}) == 1
 
 
-def _state(block: nn.Module) -> list[Any]:
-    """What a call could leave behind in the modules of a block: their attributes, containers as they are now."""
+def _state(root: nn.Module) -> list[Any]:
+    """What a call could leave behind in modules: their attributes, containers as they are now."""
     kept = []
-    for module in block.modules():
+    for module in root.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules", "forward"):
                 kept.append((name, value.copy() if isinstance(value, (list, dict, set)) else value))

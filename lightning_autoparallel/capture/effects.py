@@ -21,6 +21,9 @@ class StepEffects(Protocol):
     def tensors(self) -> list[Tensor]:
         """The tensors that the last run's effects need at replay; they become graph outputs."""
 
+    def count(self) -> int:
+        """How many effects the run has had so far, those that take no tensor included."""
+
 
 class NoEffects:
     """For steps without Lightning around them."""
@@ -32,6 +35,10 @@ class NoEffects:
     def tensors(self) -> list[Tensor]:
         """No effect needs a tensor."""
         return []
+
+    def count(self) -> int:
+        """None is noticed."""
+        return 0
 
 
 @contextlib.contextmanager

@@ -172,7 +172,7 @@ def _capture(request: StepRequest) -> CapturedGraph:
 def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExport | None:
     """The joint graph; None if blocks that looked alike have backwards that are not."""
     groups = repeated_blocks(request.module, request.parameters, request.edges) if repeat_blocks else []
-    blocks = RepeatedBlocks(request.module, groups, lambda: len(request.effects.tensors()))
+    blocks = RepeatedBlocks(request.module, groups, request.effects.count)
     decompositions = planning_decompositions()
     with fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
         arguments = _fake_arguments(request)  # outside of what notices constants: they are none

@@ -80,6 +80,10 @@ class LightningEffects:
         """The tensors that the recorded calls take."""
         return self._tensors
 
+    def count(self) -> int:
+        """How many calls were recorded so far."""
+        return len(self._calls)
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""

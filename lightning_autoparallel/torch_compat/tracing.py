@@ -25,6 +25,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "fake_mode_of",
     "fake_tensor_like",
     "fake_tracing",
+    "is_fake",
     "lazy_graph_module",
     "nested_tracing",
     "pretend_compiling",
@@ -90,6 +92,11 @@ def fake_tensor_like(
     """A fake tensor of this geometry; call it inside ``fake_tracing`` or under the graph's fake mode."""
     tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
     return tensor.requires_grad_(requires_grad)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a trace made the tensor: it has no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:
