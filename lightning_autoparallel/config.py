@@ -273,6 +273,7 @@ class EngineConfig:
                 f"bucket_mb={self.bucket_mb}: give a positive number of megabytes, or null for the size that fills the "
                 'link; disabled_passes: ["bucket_collectives"] merges nothing'
             )
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ConfigError(f"ranks_per_node={self.ranks_per_node}: a node has at least one rank")
+        ranks = self.ranks_per_node
+        if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+            raise ConfigError(f"ranks_per_node={ranks!r}: give a whole number, of at least one rank on a node")
         check_activation_checkpointing(self.activation_checkpointing)

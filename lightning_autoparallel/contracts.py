@@ -255,8 +255,8 @@ class PlanReport:
 
     Bytes are those of one rank. ``saved_bytes`` are the values that the forward keeps for the backward, parameters and
     the batch not counted. ``predictions`` are missing where something has no known cost: ``notes`` say what.
-    ``predicted_peak_bytes`` is the largest ``peak_memory_bytes`` of the step's graphs. ``samples`` and ``tokens`` are
-    those of one step's global batch; ``tokens`` is None where the batch holds no sequences of integers.
+    ``predicted_peak_bytes`` is the largest peak of the step's graphs, also where their times are unknown. ``samples``
+    and ``tokens`` are those of one step's global batch; ``tokens`` is None where no matrix of indices is in it.
     """
 
     graph: str

@@ -100,7 +100,7 @@ def _exchange_ns_per_byte(group: GroupShape, hardware: HardwareSpec) -> float:
 
 def _tree_us(size_bytes: int, group: GroupShape, hardware: HardwareSpec) -> float:
     """An all-reduce up and down a tree: a chain inside of each node, a binary tree over nodes (tuning.cc)."""
-    inside = (group.ranks_per_node - 1) * hardware.intra_node.latency_us
+    inside = (group.ranks // group.nodes - 1) * hardware.intra_node.latency_us
     between = math.ceil(math.log2(group.nodes)) * hardware.inter_node.latency_us
     moving_us = size_bytes / (_bytes_per_us("all_reduce", group, hardware) * _TREE_SHARE)
     return hardware.launch_latency_us + 2 * (inside + between) + moving_us

@@ -24,9 +24,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.cost.operators import FREE, FUSED, LOOKUPS
+from lightning_autoparallel.cost.operators import FREE, FUSED, LOOKUPS, REDUCTIONS
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat.operators import named_arguments
 from lightning_autoparallel.torch_compat.rank_operators import NAMESPACE
 
 CallKind = Literal["free", "fused", "kernel", "collective"]
@@ -97,22 +98,26 @@ def _ends_kernel(node: fx.Node, kind: CallKind) -> bool:
 
 
 def _reduced_row_bytes(node: fx.Node) -> int:
-    """Bytes of the input that go into one element of the output; 0 for what is no reduction."""
+    """Bytes of the input that are read for one row of the output, or one element; 0 for what is no reduction."""
     if not _is_reduction(node):
         return 0
     read, written = fxn.values(node.all_input_nodes[0])[0], fxn.values(node)[0]
     if read is None or written is None:
         return 0
-    if str(node.target).startswith(("aten._softmax", "aten._log_softmax")):
-        return int(read.shape[node.args[1]]) * read.element_size()  # type: ignore[index]
-    return read.numel() // max(written.numel(), 1) * read.element_size()
+    if written.shape != read.shape:
+        return read.numel() // max(written.numel(), 1) * read.element_size()
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    if "dim" in arguments:  # a softmax or a running sum, along one dim
+        return int(read.shape[arguments["dim"]]) * read.element_size() if read.dim() else 0
+    # A norm of rows: it gives their means, or its backward is given them.
+    means = fxn.values(arguments["mean"])[0] if "mean" in arguments else fxn.values(node)[-1]
+    rows = means.numel() if means is not None else 1
+    return read.numel() // max(rows, 1) * read.element_size()
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    tag = getattr(torch.Tag, "reduction", None)  # newer than the oldest torch that is supported
-    tags = getattr(node.target, "tags", ())
-    name = _packet_name(node.target)
-    return (tag in tags or name in ("_softmax", "_log_softmax", "sum", "mean", "amax")) and bool(node.all_input_nodes)
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return _packet_name(node.target) in REDUCTIONS and not is_pointwise and bool(node.all_input_nodes)
 
 
 class _Traffic:

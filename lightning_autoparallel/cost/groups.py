@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,30 +13,36 @@ from lightning_autoparallel.mesh import ParallelMesh
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShape:
-    """``ranks`` of one process group on ``nodes`` nodes."""
+    """``ranks`` of one process group on ``nodes`` nodes.
+
+    ``ranks_per_node`` are those on the node that has fewest, whose adapters are the narrowest place; unless given, the
+    ranks are spread evenly.
+    """
 
     ranks: int
     nodes: int = 1
+    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         assert 1 <= self.nodes <= self.ranks, f"{self.ranks} ranks cannot be on {self.nodes} nodes"
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks on the node that has fewest: its adapters are the narrowest place."""
-        return self.ranks // self.nodes
+        if not self.ranks_per_node:
+            object.__setattr__(self, "ranks_per_node", self.ranks // self.nodes)
+        assert 1 <= self.ranks_per_node <= self.ranks // self.nodes, f"{self.ranks_per_node} are not the fewest ranks"
 
 
 def group_shape(sizes: Mapping[str, int], axes: Sequence[str], ranks_per_node: int) -> GroupShape:
     """The shape of the groups along ``axes`` of a mesh with these ``sizes``, outermost first (ranks are row-major).
 
-    Where the groups differ, because an axis does not divide the nodes, it is that of the one on most nodes.
+    Where the groups differ, because an axis does not divide the nodes, it is that of the one on most nodes, and of
+    those with fewest ranks on a node.
     """
     strides = _strides(sizes)
     within = _offsets([(sizes[axis], strides[axis]) for axis in sizes if axis in axes])
     starts = _offsets([(sizes[axis], strides[axis]) for axis in sizes if axis not in axes])
-    nodes = max(len({(start + offset) // ranks_per_node for offset in within}) for start in starts)
-    return GroupShape(ranks=len(within), nodes=nodes)
+    spread = [Counter((start + offset) // ranks_per_node for offset in within).values() for start in starts]
+    nodes = max(map(len, spread))
+    fewest = min(min(ranks) for ranks in spread if len(ranks) == nodes)
+    return GroupShape(ranks=len(within), nodes=nodes, ranks_per_node=fewest)
 
 
 def group_shapes(

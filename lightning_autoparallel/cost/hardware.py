@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -20,15 +21,15 @@ class LinkSpec:
     """One rank's way to another: bytes in one direction, and what a hop adds to a message's way.
 
     Raises:
-        ConfigError: the bandwidth is not positive, or the latency negative.
+        ConfigError: the bandwidth is no positive number, or the latency none of 0 or more.
     """
 
     bandwidth_gb_per_s: float
     latency_us: float
 
     def __post_init__(self) -> None:
-        _check(self.bandwidth_gb_per_s > 0, "bandwidth_gb_per_s", self.bandwidth_gb_per_s, "a positive number")
-        _check(self.latency_us >= 0, "latency_us", self.latency_us, "0 or more")
+        _check("bandwidth_gb_per_s", self.bandwidth_gb_per_s, lambda value: value > 0, "a positive number")
+        _check("latency_us", self.latency_us, lambda value: value >= 0, "a number, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class HardwareSpec:
     taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops.
 
     Raises:
-        ConfigError: a rate is not positive, or a fraction is outside of its range.
+        ConfigError: a rate is no positive number, a fraction is outside of its range, ``ranks_per_node`` is not whole.
     """
 
     name: str
@@ -58,15 +59,18 @@ class HardwareSpec:
 
     def __post_init__(self) -> None:
         for key in ("matmul_fraction", "attention_fraction"):
-            value = getattr(self, key)
-            _check(0 < value <= HIGHEST_FRACTION, key, value, f"above 0 and at most {HIGHEST_FRACTION}")
-        _check(0 < self.memory_fraction <= 1, "memory_fraction", self.memory_fraction, "above 0 and at most 1")
-        for key in ("memory_gb_per_s", "memory_bytes", "ranks_per_node"):
-            _check(getattr(self, key) > 0, key, getattr(self, key), "a positive number")
+            wanted = f"a number above 0 and at most {HIGHEST_FRACTION}"
+            _check(key, getattr(self, key), lambda value: 0 < value <= HIGHEST_FRACTION, wanted)
+        wanted = "a number above 0 and at most 1"
+        _check("memory_fraction", self.memory_fraction, lambda value: 0 < value <= 1, wanted)
+        for key in ("memory_gb_per_s", "memory_bytes"):
+            _check(key, getattr(self, key), lambda value: value > 0, "a positive number")
+        is_count = isinstance(self.ranks_per_node, int)
+        _check("ranks_per_node", self.ranks_per_node, lambda value: is_count and value > 0, "a positive whole number")
         for key in ("kernel_latency_us", "launch_latency_us"):
-            _check(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+            _check(key, getattr(self, key), lambda value: value >= 0, "a number, 0 or more")
         for dtype, rate in self.peak_tflops.items():
-            _check(rate > 0, f"peak_tflops of {dtype}", rate, "a positive number")
+            _check(f"peak_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
 
     def peak_of(self, dtype: torch.dtype) -> float:
         """The datasheet's TFLOP/s of matrix products of this dtype.
@@ -93,8 +97,9 @@ class HardwareSpec:
         return asdict(plain)
 
 
-def _check(holds: bool, key: str, value: object, wanted: str) -> None:
-    if not holds:
+def _check(key: str, value: object, holds: Callable[[float], bool], wanted: str) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and holds(value)):  # type: ignore[arg-type]
         raise ConfigError(f"hardware: {key} is {value!r}, but must be {wanted}")
 
 

@@ -18,9 +18,11 @@ prod _softmax _softmax_backward_data std std_mean sum var var_mean"""
 _RANKED_VIEWS = "rank_chunk"
 _RANKED_POINTWISE = "rank_cat rank_sum"
 
+REDUCTIONS = frozenset(_REDUCTIONS.split())
+"""What reads a row, or all, of its input before it gives any of its result; overloads tagged as pointwise do not."""
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "take"})
 """Rows that are looked up: as many bytes of the table (the first argument) are read as are written."""
 FREE = frozenset(f"{_VIEWS} {_RANKED_VIEWS} {_EMPTY} {_SIZES}".split())
 """Nothing moves."""
-FUSED = LOOKUPS | frozenset(f"{_GENERATORS} {_POINTWISE} {_RANKED_POINTWISE} {_REDUCTIONS}".split())
+FUSED = LOOKUPS | REDUCTIONS | frozenset(f"{_GENERATORS} {_POINTWISE} {_RANKED_POINTWISE}".split())
 """Computed with what is before and after, as everything that torch tags as pointwise is."""

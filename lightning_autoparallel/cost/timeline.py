@@ -90,9 +90,9 @@ class _Streams:
         self._free_us[group] = self._done_us[node] = start_us + duration_us
 
     def wait(self, node: fx.Node) -> None:
-        # What is waited for may be a view of what a collective gave, or a tensor that none did.
-        done_us = max((self._done_us.get(argument, 0.0) for argument in node.all_input_nodes), default=0.0)
-        self._clock_us = max(self._clock_us, done_us)
+        collective = fxn.waited_collective(node)
+        if collective is not None:
+            self._clock_us = max(self._clock_us, self._done_us[collective])
 
     def _add(self, node: fx.Node, stream: str, start_us: float, duration_us: float) -> None:
         self._events.append(TimelineEvent(name=node.name, stream=stream, start_us=start_us, duration_us=duration_us))

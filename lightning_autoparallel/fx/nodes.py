@@ -96,6 +96,14 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is collectives.WAIT
 
 
+def waited_collective(wait: fx.Node) -> fx.Node | None:
+    """The collective whose result, or a view of it, is waited for; None where the tensor is no collective's."""
+    node = wait
+    while node is wait or node.target in VIEWS or is_getitem(node):
+        (node, *_) = node.all_input_nodes
+    return node if collective_kind(node) else None
+
+
 def group_of(node: fx.Node) -> str:
     """The process group name of a collective: always its last argument."""
     return str(node.args[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.config import EngineConfig
@@ -17,7 +18,7 @@ from lightning_autoparallel.contracts import (
     TimelineEvent,
 )
 from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
-from lightning_autoparallel.cost.memory import MemoryTimeline, predict_step_memory
+from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.mesh import ParallelMesh
 
@@ -43,19 +44,25 @@ def with_predictions(
     costs: CostModel,
     axes_by_group: Mapping[str, str],
 ) -> PlanReport:
-    """The report with predicted times and memory, and what they assume; with a note where a cost is unknown."""
+    """The report with predicted times and memory, and what they assume; with a note where a cost is unknown.
+
+    A call whose time is unknown leaves the step's peak of memory known.
+    """
     samples, tokens = _global_batch(captured)
     report = replace(report, hardware=costs.hardware.as_json(), samples=samples, tokens=tokens)
     try:
-        predictions = predict_graphs(partitioned, costs, axes_by_group)
-    except (UnsupportedOpError, ConfigError) as error:
+        memory = predict_step_memory(partitioned)
+    except UnsupportedOpError as error:
         return replace(report, notes=(*report.notes, f"no predicted times and memory: {error}"))
-    peak = max(predicted.peak_memory_bytes for predicted in predictions.values())
-    return replace(report, predictions=predictions, predicted_peak_bytes=peak)
+    report = replace(report, predicted_peak_bytes=memory.peak_bytes)
+    try:
+        return replace(report, predictions=_predictions(partitioned, memory, costs, axes_by_group))
+    except (UnsupportedOpError, ConfigError) as error:
+        return replace(report, notes=(*report.notes, f"no predicted times: {error}"))
 
 
-def predict_graphs(
-    partitioned: PartitionedGraph, costs: CostModel, axes_by_group: Mapping[str, str]
+def _predictions(
+    partitioned: PartitionedGraph, memory: StepMemory, costs: CostModel, axes_by_group: Mapping[str, str]
 ) -> dict[str, GraphPrediction]:
     """Times and memory of each graph of a step, by its name in reports.
 
@@ -63,7 +70,6 @@ def predict_graphs(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    memory = predict_step_memory(partitioned)
     if partitioned.backward is None or memory.backward is None:
         return {"inference": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group)}
     return {
@@ -96,12 +102,15 @@ def _on_axes(event: TimelineEvent, axes_by_group: Mapping[str, str]) -> Timeline
 
 
 def _global_batch(captured: CapturedGraph) -> tuple[int | None, int | None]:
-    """Rows of the global batch, and its tokens: the elements of its first two dims where it holds integers."""
+    """Rows of the global batch, and its tokens: the elements of the largest matrix of indices in it.
+
+    Integers of other types or shapes are pixels, labels, masks: no sequences of tokens.
+    """
     placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
     pairs = zip(captured.inputs, placeholders, strict=True)
     batched: list[Tensor] = [node.meta["val"] for item, node in pairs if item.kind == "batch" and item.batched]
     if not batched:
         return None, None
-    sequences = [t for t in batched if t.dim() >= 2 and not (t.is_floating_point() or t.is_complex())]
-    tokens = max((int(t.shape[0] * t.shape[1]) for t in sequences), default=None)
+    sequences = [t for t in batched if t.dim() == 2 and t.dtype in (torch.int32, torch.int64)]
+    tokens = max((t.numel() for t in sequences), default=None)
     return int(batched[0].shape[0]), tokens

@@ -77,11 +77,11 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
         sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     with clock("passes"):
-        partitioned, passes = _rewritten(sharded, context, artifacts)
+        costs = cost_model(context.config, context.mesh)
+        partitioned, passes = _rewritten(sharded, context, costs, artifacts)
         check_same_order(partitioned, context.control)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
     with clock("predict"):
-        costs = cost_model(context.config, context.mesh)
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
@@ -102,7 +102,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
 
 
 def _rewritten(
-    sharded: ShardedGraph, context: StageContext, artifacts: ArtifactWriter
+    sharded: ShardedGraph, context: StageContext, costs: CostModel, artifacts: ArtifactWriter
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
     """Passes over the joint graph, the partition, passes over what it made."""
     config, groups = context.config, AxesByGroup(context.mesh)
@@ -115,7 +115,7 @@ def _rewritten(
         disabled=config.disabled_passes,
     )
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
-    costs, around = cost_model(config, context.mesh), partial(surroundings_of, partitioned)
+    around = partial(surroundings_of, partitioned)
     passes = split_passes(_bucket_limit(config, costs), joint_groups(context.mesh), costs, around)
     halves = {"forward": partitioned.forward, "backward": partitioned.backward}
     for half, graph_module in halves.items():

@@ -80,6 +80,9 @@ def test_plans_are_known_by_name():
 def test_wrong_engine_settings_are_refused():
     with pytest.raises(ConfigError, match="max_captures=0"):
         EngineConfig(max_captures=0)
+    for ranks in (0, 2.5, "8", True):
+        with pytest.raises(ConfigError, match=f"ranks_per_node={ranks!r}: give a whole number"):
+            EngineConfig(ranks_per_node=ranks)
 
 
 def test_a_plan_is_a_base_and_rules():

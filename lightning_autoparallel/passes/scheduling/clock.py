@@ -19,11 +19,12 @@ class Clock:
 
     def left_us(self, wait: fx.Node) -> float:
         """How long a wait would hold the compute stream; 0 or less: not at all."""
-        return max((self.done_us(argument) for argument in wait.all_input_nodes), default=0.0) - self.now_us
+        collective = fxn.waited_collective(wait)
+        return 0.0 if collective is None else self.done_us(collective) - self.now_us
 
     def done_us(self, collective: fx.Node) -> float:
         """When a collective that has been started is done."""
-        return self._done_us.get(collective, 0.0)
+        return self._done_us[collective]
 
     def run(self, node: fx.Node) -> None:
         """Pass the time of ``node``."""

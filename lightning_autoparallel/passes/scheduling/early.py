@@ -59,8 +59,8 @@ class _Finder:
         for node in self._calls.nodes:
             self._begun_us.append(clock.now_us)
             if fxn.is_wait(node) and clock.left_us(node) > 0:
-                (collective,) = node.all_input_nodes
-                if fxn.collective_kind(collective) and fxn.collective_role(collective) != fxn.TERMINAL_REDUCTION:
+                collective = fxn.waited_collective(node)
+                if collective is not None and fxn.collective_role(collective) != fxn.TERMINAL_REDUCTION:
                     self._needed_us[collective] = clock.now_us
                     self.exposed.append(collective)
             clock.run(node)
@@ -117,10 +117,10 @@ class _Finder:
         return late
 
     def _is_done(self, wait: fx.Node, place: int) -> bool:
-        return all(
-            self._calls.place[needed] < place and self._interval.get(needed, (0.0, 0.0))[1] <= self._begun_us[place]
-            for needed in self._calls.needs[wait]
-        )
+        collective = fxn.waited_collective(wait)
+        if collective is None:
+            return all(self._calls.place[needed] < place for needed in self._calls.needs[wait])
+        return self._calls.place[collective] < place and self._interval[collective][1] <= self._begun_us[place]
 
 
 def _is_free(busy_us: list[tuple[float, float]], begin_us: float, wanted_us: float) -> bool:

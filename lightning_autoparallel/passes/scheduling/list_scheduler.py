@@ -151,7 +151,8 @@ class _Scheduler:
         return self._key[node] < self._calls.place[node]
 
     def _is_final_wait(self, node: fx.Node) -> bool:
-        return fxn.is_wait(node) and fxn.collective_role(node.all_input_nodes[0]) == fxn.TERMINAL_REDUCTION
+        collective = fxn.waited_collective(node) if fxn.is_wait(node) else None
+        return collective is not None and fxn.collective_role(collective) == fxn.TERMINAL_REDUCTION
 
     def _run_put_off(self) -> None:
         node, _ = self._put_off.popleft()

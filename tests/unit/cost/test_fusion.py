@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+from torch import fx
 
 from lightning_autoparallel.cost.fusion import graph_traffic, node_traffic
 from tests.unit.cost._graphs import Builder, aten
@@ -68,6 +71,42 @@ def test_a_row_too_long_for_a_kernel_is_read_twice():
     last = build.call(aten.sub.Tensor, x, greatest)
     size = 2 * 32768 * 4
     assert traffic_of(build, last) == {"amax_default": size + 8, "sub_tensor": 2 * size + 8}
+
+
+def _norms(build: Builder, x: fx.Node, width: int) -> list[fx.Node]:
+    """Operators that need a whole row before they give any of it, and what reads them."""
+    weight = build.input(width)
+    norm = build.call(aten.native_layer_norm.default, x, [width], weight, weight, 1e-5)
+    out, mean, rstd = (build.call(operator.getitem, norm, index) for index in range(3))
+    back = build.call(
+        aten.native_layer_norm_backward.default, x, x, [width], mean, rstd, weight, weight, [True, True, True]
+    )
+    others = [
+        build.call(aten._softmax.default, x, 1, False),
+        build.call(aten._softmax_backward_data.default, x, x, -1, torch.float32),
+        build.call(aten.cumsum.default, x, 1),
+    ]
+    return [out, build.call(operator.getitem, back, 0), *others]
+
+
+@pytest.mark.parametrize("kind", range(5), ids=["norm", "norm_backward", "softmax", "softmax_backward", "cumsum"])
+@pytest.mark.parametrize("width", [1024, 32768])
+def test_what_needs_whole_rows_ends_its_kernel_if_they_are_long(kind: int, width: int):
+    """Rows of 4 KiB stay where they are; of 128 KiB, what reads the result reads it from memory."""
+    build = Builder()
+    whole = _norms(build, build.input(2, width), width)[kind]
+    last = build.call(aten.exp.default, whole)
+    written = 2 * width * 4
+    assert traffic_of(build, last)[last.name] == (written if width == 1024 else 2 * written)
+
+
+def test_the_larger_of_two_values_is_no_reduction():
+    build = Builder()
+    x = build.input(2, 32768)
+    larger = build.call(aten.maximum.default, x, x)
+    same = build.call(aten.max.other, larger, x)
+    last = build.call(aten.exp.default, same)
+    assert traffic_of(build, last) == {"maximum_default": 2 * 32768 * 4, "exp_default": 2 * 32768 * 4}
 
 
 def test_rows_that_are_looked_up():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -53,6 +55,21 @@ def test_measured_rates_replace_those_of_the_base():
         ({"base": "h100", "memory_gb_per_s": -1}, "positive"),
         ({"base": "h100", "intra_node": 300}, "must be a mapping"),
         ({"base": "h100", "intra_node": {"bandwidth": 300}}, "bandwidth_gb_per_s"),
+        (
+            {"base": "h100", "matmul_fraction": "0.5"},
+            "matmul_fraction is '0.5', but must be a number above 0 and at most",
+        ),
+        ({"base": "h100", "memory_fraction": True}, "memory_fraction is True, but must be a number above 0"),
+        ({"base": "h100", "memory_gb_per_s": None}, "memory_gb_per_s is None, but must be a positive number"),
+        ({"base": "h100", "memory_gb_per_s": math.inf}, "memory_gb_per_s is inf, but must be a positive number"),
+        ({"base": "h100", "kernel_latency_us": "2"}, "kernel_latency_us is '2', but must be a number, 0 or more"),
+        ({"base": "h100", "peak_tflops": {"bfloat16": "x"}}, "peak_tflops of bfloat16 is 'x', but must be a positive"),
+        (
+            {"base": "h100", "intra_node": {"bandwidth_gb_per_s": "3e2"}},
+            "bandwidth_gb_per_s is '3e2', but must be a pos",
+        ),
+        ({"base": "h100", "inter_node": {"latency_us": None}}, "latency_us is None, but must be a number, 0 or more"),
+        ({"base": "h100", "ranks_per_node": 2.5}, "ranks_per_node is 2.5, but must be a positive whole number"),
     ],
 )
 def test_what_cannot_be_is_refused(given, message):

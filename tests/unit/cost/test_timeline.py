@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 
 import pytest
@@ -49,6 +50,27 @@ def test_a_collective_starts_after_what_comes_before_it_on_the_compute_stream():
     started = build.gather(shard, 2, "pair")
     timeline = predict_timeline(build.output(work, build.wait(started)), ROUND, PAIR)
     assert events_of(timeline)[started.name] == ("pair", PRODUCT_US)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_wait_behind_a_view_waits_for_the_collective(several: bool):
+    build = Builder()
+    started = build.gather(build.input(8, 16), 2, "pair")
+    seen = build.call(aten.view.default, started, [256])
+    if several:
+        seen = build.call(operator.getitem, build.call(aten.split.Tensor, seen, 256), 0)
+    whole = build.call(aten.view.default, build.wait(seen), [16, 16])
+    last = build.call(aten.mm.default, whole, build.input(16, 16))
+    timeline = predict_timeline(build.output(last), ROUND, PAIR)
+    assert events_of(timeline) == {started.name: ("pair", 0.0), last.name: (COMPUTE, GATHER_US)}
+
+
+def test_waiting_for_what_no_collective_gave_takes_no_time():
+    build = Builder()
+    product = build.call(aten.mm.default, build.input(16, 16), build.input(16, 16))
+    last = build.call(aten.mm.default, build.wait(product), build.wait(build.input(16, 16)))
+    timeline = predict_timeline(build.output(last), ROUND, PAIR)
+    assert events_of(timeline) == {product.name: (COMPUTE, 0.0), last.name: (COMPUTE, PRODUCT_US)}
 
 
 def test_groups_have_streams_of_their_own():

@@ -61,7 +61,8 @@ def test_gradients_of_weights_run_while_gradients_of_inputs_are_reduced():
     assert notes[0].startswith(f"exposed {before.exposed_us / 1e3:.2f} -> {after.exposed_us / 1e3:.2f} ms, peak ")
 
 
-def test_a_gather_that_needs_little_starts_where_its_group_is_idle():
+@pytest.mark.parametrize("seen", [False, True], ids=["waited for itself", "a view of it waited for"])
+def test_a_gather_that_needs_little_starts_where_its_group_is_idle(seen: bool):
     """The gather of a saved value is not started ahead of a reduction that it would hold up, but before."""
     build = Builder()
     shard, x, weight = build.input(WIDTH // 2, WIDTH), build.input(WIDTH, WIDTH), build.input(WIDTH, WIDTH)
@@ -69,7 +70,8 @@ def test_a_gather_that_needs_little_starts_where_its_group_is_idle():
     second = build.call(aten.mm.default, first, weight)
     reduced = _reduced(build, second, "tp")
     started = build.gather(build.call(aten.view.default, shard, [-1, WIDTH]), 2, "tp")
-    graph = build.output(build.call(aten.mm.default, reduced, build.wait(started)))
+    waited = build.wait(build.call(aten.view.default, started, [WIDTH, WIDTH]) if seen else started)
+    graph = build.output(build.call(aten.mm.default, reduced, waited))
     schedule_overlap(graph, costs=COSTS)
     assert started < second
     assert COSTS.timeline(graph).exposed_us == pytest.approx(REDUCED_US)

@@ -1,0 +1,77 @@
+"""What a report predicts: memory also where times are unknown, and tokens where there are any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost import CostModel, GroupShape
+from lightning_autoparallel.cost.memory import predict_step_memory
+from lightning_autoparallel.pipeline.predict import with_predictions
+from tests.unit._graphs import captured
+from tests.unit.compile.joint import Joint
+from tests.unit.cost._graphs import ROUND, aten
+
+EMPTY = PlanReport(
+    graph="step",
+    mesh={"dp_shard": 2},
+    plan="fsdp",
+    timings_s={},
+    collectives={},
+    saved_bytes=0,
+    parameters_bytes=0,
+    gradients_bytes=0,
+)
+
+
+class Sum(nn.Module):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return sum(value.sum() for value in batch.values())
+
+
+def _predicted(groups: dict[str, GroupShape], batch: dict[str, Tensor]) -> tuple[PlanReport, int]:
+    """The report of x @ gathered(w), whose gather is on the group ``g``, and the peak of its memory."""
+    joint = Joint()
+    result = joint(aten.mm.default, joint["x"], joint.gathered())
+    gradient = joint(aten.slice.Tensor, joint(aten.mm.default, joint["t"], joint["x"]), 0, 0, 2)
+    partitioned = joint.split(result, gradient)
+    costs = CostModel(hardware=ROUND, groups=groups)
+    report = with_predictions(EMPTY, captured(Sum(), batch, training=False), partitioned, costs, {})
+    return report, predict_step_memory(partitioned).peak_bytes
+
+
+BATCH = {"x": torch.ones(4, 4)}
+
+
+def test_a_step_of_known_times_has_a_peak_and_predictions():
+    report, peak_bytes = _predicted({"g": GroupShape(ranks=2)}, BATCH)
+    assert report.predicted_peak_bytes == peak_bytes > 0
+    assert max(half.peak_memory_bytes for half in report.predictions.values()) == peak_bytes
+    assert report.predictions.keys() == {"forward", "backward"} and not report.notes
+
+
+def test_an_unknown_time_leaves_memory_known():
+    report, peak_bytes = _predicted({}, BATCH)
+    assert report.predicted_peak_bytes == peak_bytes
+    assert not report.predictions
+    (note,) = report.notes
+    assert note.startswith("no predicted times: ") and "process group 'g'" in note
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"x": torch.ones(4, 6, dtype=torch.int64), "y": torch.ones(4, dtype=torch.int64)}, 24),
+        ({"x": torch.ones(4, 6, dtype=torch.int32)}, 24),
+        ({"pixels": torch.ones(4, 3, 8, 8, dtype=torch.uint8), "y": torch.ones(4, dtype=torch.int64)}, None),
+        ({"gray": torch.ones(4, 64, dtype=torch.uint8)}, None),
+        ({"volume": torch.ones(4, 3, 2, dtype=torch.int64)}, None),
+        ({"x": torch.ones(4, 6), "mask": torch.ones(4, 6, dtype=torch.bool)}, None),
+    ],
+    ids=["tokens", "int32", "images", "bytes", "three dims", "floats and a mask"],
+)
+def test_tokens_are_matrices_of_indices(batch: dict[str, Tensor], tokens: int | None):
+    report, _ = _predicted({}, batch)
+    assert (report.samples, report.tokens) == (4, tokens)
