@@ -110,6 +110,9 @@ def print_report(report: PlanReport, seconds: float) -> None:
     for note in report.notes:
         print(f"note: {note}")
     stages = ", ".join(f"{stage} {spent:.2f} s" for stage, spent in report.timings_s.items())
+    # on a machine that others use, too, wall seconds say little
+    passes = sum(done.seconds for done in report.passes)
+    print(f"passes alone {passes:.2f} s; CPU time of this process, its imports included, {time.process_time():.2f} s")
     print(f"{stages}; in all {seconds:.2f} s, peak host memory {format_bytes(_peak_host_bytes())}")
 
 

@@ -10,6 +10,8 @@ writes would count every value in between. The model, in place of a compiler's s
   calls does not matter; on one level, nothing can lie in between.
 - A fused call writes its result if anything else needs it. What several fused calls of one level read is read once.
 - What is made of no tensor (a range, a constant) is made again where fused calls need it.
+- A fused call that only a concatenation reads writes its part of the concatenation where that lies: parts computed at
+  different times are not copied (torch/_inductor/ir.py, ``ConcatKernel``).
 - A reduction over more than ``_LONGEST_ROW_BYTES`` ends its kernel: its input does not fit where it could be read
   twice.
 
@@ -133,12 +135,15 @@ class _Traffic:
             return 0
         read = sum(self._argument_bytes(argument, node, kind, level) for argument in node.all_input_nodes)
         written = self._is_written(node) if kind == "fused" else True
-        return read + (_size_bytes(node) if written else 0)
+        laid = sum(_size_bytes(argument) for argument in node.all_input_nodes if self._is_laid_into(argument, node))
+        return read + (_size_bytes(node) - laid if written else 0)
 
     def _argument_bytes(self, argument: fx.Node, reader: fx.Node, kind: CallKind, level: int) -> int:
         source = _source(argument)
         if kind == "fused":
             if self._kind(source) == "fused" and self._are_one(source, reader):
+                return 0
+            if self._is_laid_into(argument, reader):
                 return 0
             if (argument, level) in self._read:
                 return 0
@@ -150,6 +155,15 @@ class _Traffic:
 
     def _are_one(self, producer: fx.Node, reader: fx.Node) -> bool:
         return not producer.all_input_nodes or self._joined(producer, reader)
+
+    def _is_laid_into(self, part: fx.Node, reader: fx.Node) -> bool:
+        """Whether a concatenation's part was written into it by the call that computed it, another kernel."""
+        if _packet_name(reader.target) != "cat":
+            return False
+        source = _source(part)
+        if self._kind(source) != "fused" or self._are_one(source, reader) or _size_bytes(source) != _size_bytes(part):
+            return False
+        return set(_readers(source)) == {reader}
 
     def _is_written(self, node: fx.Node) -> bool:
         readers = list(_readers(node))

@@ -114,18 +114,21 @@ def _keeps_size(node: fx.Node) -> bool:
 
 
 def main(layers: int) -> None:
-    """Print chains and gathers with and without the pass."""
+    """Print chains and gathers without and with the pass, and once they are merged."""
     request = llama_request("8B", 8192, {"n_layers": layers})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         write_plan(request, path)
+        fuse, merge = "fuse_chained_all_gathers", "bucket_collectives"
+        # a bucket hides the chains that lead through it, so they are counted before there are any
         steps = {
-            "without": build_stored(request, path, "fuse_chained_all_gathers"),
-            "with": build_stored(request, path),
+            "without the pass, one by one": build_stored(request, path, fuse, merge),
+            "with the pass, one by one": build_stored(request, path, merge),
+            "with the pass, in buckets": build_stored(request, path),
         }
-    for word, step in steps.items():
+    for words, step in steps.items():
         halves = {"forward": step.partitioned.forward, "backward": step.partitioned.backward}
-        print(word, "the pass")
+        print(words)
         for name, half in halves.items():
             gathers = step.report.collectives[name].get("all_gather", {})
             counts = {axes: counted.count for axes, counted in gathers.items()}

@@ -55,6 +55,23 @@ def test_the_order_of_calls_does_not_matter():
     assert traffic_of(build, last, product) == {"mul_tensor": KIB, "mm_default": 2 * KIB, "exp_default": KIB}
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_parts_of_a_concatenation_are_written_where_they_belong(alone: bool):
+    """Two casts behind different products: each kernel reads its product and writes half of the result."""
+    build = Builder()
+    x = build.input(16, 16)
+    first = build.call(aten.mm.default, x, x)
+    second = build.call(aten.mm.default, first, x)
+    casts = [build.call(aten.exp.default, product) for product in (first, second)]
+    joined = build.call(aten.cat.default, [build.call(aten.view.default, cast, [256]) for cast in casts])
+    also_read = [] if alone else casts[:1]
+    products = {"mm_default": 2 * KIB, "mm_default_1": 3 * KIB}
+    # The second is computed on the level of the concatenation: one kernel, which writes it. So does the first, unless
+    # something else needs it, too.
+    expected = products | {"exp_default": 2 * KIB, "exp_default_1": KIB}
+    assert traffic_of(build, joined, *also_read) == expected | {"cat_default": KIB if alone else 3 * KIB}
+
+
 def test_a_norm_reads_its_input_once():
     build = Builder()
     x = build.input(16, 16)
