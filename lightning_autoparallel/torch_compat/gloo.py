@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,11 @@ def _devices() -> list[Any]:
     """Those of the default group, where there is one: every device has a thread that wakes up all the time."""
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
         return list(_default_options()._devices)
+    # torch reads this variable where it makes a group without options, and is given some here: on hosts whose names
+    # resolve to the loopback device, nothing else leads to the others.
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if interfaces:
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     return [ProcessGroupGloo.create_default_device()]
 
 

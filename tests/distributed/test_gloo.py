@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.torch_compat.gloo import _devices
 from tests.worlds import Worlds
 
 TORCHS_OWN, OURS = 2, 1
@@ -54,3 +57,18 @@ def timeout_of_a_mesh() -> float:
 
 def test_a_mesh_keeps_the_timeout_of_the_default_group(worlds: Worlds):
     assert worlds(2).run(timeout_of_a_mesh) == [77, 77]
+
+
+def interface_of_a_first_group(name: str) -> str:
+    """What making the devices of a world's first group says, where GLOO_SOCKET_IFNAME names an interface."""
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=name), mock.patch.object(dist, "is_initialized", bool):
+        try:
+            return f"{len(_devices())} device(s)"
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_the_named_interface_is_used_on_every_group():
+    assert interface_of_a_first_group("lo") == interface_of_a_first_group("") == "1 device(s)"
+    assert interface_of_a_first_group("lo,lo") == "2 device(s)"
+    assert "none-such0" in interface_of_a_first_group("none-such0")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -19,6 +22,8 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.torch_compat.world import all_launched_collectives
 
 _CPU = torch.device("cpu")
+_COUNTERS = Path("/proc/net/dev")  # of the network namespace that reads it
+_SENT = 8  # the column of bytes sent, after the interface's name
 
 
 def process_memory_bytes() -> int:
@@ -26,6 +31,18 @@ def process_memory_bytes() -> int:
     probe = memory_probe(_CPU)
     probe.reset()
     return probe.peak_bytes()
+
+
+def sent_bytes(interface: str | None, counters: str) -> int | None:
+    """Bytes that ``interface`` has sent since it is there, as Linux's ``counters`` say; None if they do not have it."""
+    rows = {name.strip(): row.split() for name, _, row in (line.partition(":") for line in counters.splitlines())}
+    row = rows.get(str(interface))
+    return int(row[_SENT]) if row else None
+
+
+def _sent_bytes_now() -> int | None:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return sent_bytes(interface, _COUNTERS.read_text()) if interface and _COUNTERS.is_file() else None
 
 
 class BenchClock(Callback):
@@ -46,6 +63,8 @@ class BenchClock(Callback):
         self._fit_s = self._startup_s = 0.0
         self._starts: list[Any] = []
         self._launched: list[int] = []
+        self._sent: list[int | None] = []
+        self._cpu_s: list[float] = []
         self._losses: list[Tensor] = []
         self._peak_bytes = 0
 
@@ -64,6 +83,8 @@ class BenchClock(Callback):
         if len(self._starts) == self._warmup + self._steps:
             self._peak_bytes = self._probe.peak_bytes()
         self._launched.append(all_launched_collectives())
+        self._sent.append(_sent_bytes_now())
+        self._cpu_s.append(time.process_time())
         self._starts.append(_mark(trainer.strategy.root_device))
 
     def on_train_batch_end(
@@ -107,7 +128,14 @@ class BenchClock(Callback):
             accumulated=trainer.accumulate_grad_batches,
             device="cpu" if on_cpu else torch.cuda.get_device_name(device),
             backend=dist.get_backend() if dist.is_initialized() else "none",
+            sent_bytes=_per_batch(self._sent[timed]),
+            cpu_ms=(self._cpu_s[timed][-1] - self._cpu_s[timed][0]) * 1e3 / self._steps,
         )
+
+
+def _per_batch(sent: Sequence[int | None]) -> float | None:
+    first, last = sent[0], sent[-1]
+    return None if first is None or last is None else (last - first) / (len(sent) - 1)
 
 
 def _mark(device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.cli.bench.contenders import schedule
 from lightning_autoparallel.cli.bench.options import BenchOptions, bench_options, cores, plain_config
-from lightning_autoparallel.cli.bench.processes import MeasurementError, measure
+from lightning_autoparallel.cli.bench.processes import MeasurementError, ended_by_signals, measure
 from lightning_autoparallel.cli.bench.records import Contender, Job, Runs
 from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, problems
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
@@ -42,7 +42,8 @@ def run_bench(parser: LightningArgumentParser, config: Any) -> None:
         options = bench_options(plain)
     except ConfigError as error:
         parser.error(str(error))
-    all_runs = measure_all(plain_config(plain), options)
+    with ended_by_signals():
+        all_runs = measure_all(plain_config(plain), options)
     show(all_runs, options)
     failed = all_runs[0].errors
     if failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightning_autoparallel.cli.bench.records import Job, Measurement, RankResult, combine
@@ -28,8 +29,18 @@ class MeasurementError(Exception):
     """A process of a measurement failed or took too long; the message says how, in its first line."""
 
 
-def measure(job: Job, *, threads: int, limit_s: float) -> Measurement:
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where ranks run: the command that starts a process there, and environment variables that hold there only."""
+
+    prefix: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def measure(job: Job, *, threads: int, limit_s: float, hosts: Sequence[Host] = (Host(),)) -> Measurement:
     """Train in ``job.processes`` fresh processes, with an empty compiler cache, and put their results together.
+
+    The first ranks run on the first of ``hosts``, and so on, as many on each.
 
     Raises:
         MeasurementError: a process failed or took too long.
@@ -37,8 +48,22 @@ def measure(job: Job, *, threads: int, limit_s: float) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="autoparallel-bench-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(asdict(job)))
-        codes = run_ranks([sys.executable, "-m", PROGRAM, name], folder, job.processes, threads, limit_s)
+        codes = run_ranks([sys.executable, "-m", PROGRAM, name], folder, job.processes, threads, limit_s, hosts)
         return combine(_results(folder, codes))
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: with its ranks, and with whatever else a ``with`` block holds."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def result_path(folder: Path, rank: int) -> Path:
@@ -51,7 +76,14 @@ def error_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.error"
 
 
-def run_ranks(command: Sequence[str], folder: Path, processes: int, threads: int, limit_s: float) -> list[int | None]:
+def run_ranks(
+    command: Sequence[str],
+    folder: Path,
+    processes: int,
+    threads: int,
+    limit_s: float,
+    hosts: Sequence[Host] = (Host(),),
+) -> list[int | None]:
     """Run ``command`` in every rank, printing to ``rank<N>.log``; exit codes, None for ranks that were ended.
 
     After ``limit_s`` seconds all ranks are ended.
@@ -61,8 +93,10 @@ def run_ranks(command: Sequence[str], folder: Path, processes: int, threads: int
         ranks = []
         for rank in range(processes):
             log = stack.enter_context((folder / f"rank{rank}.log").open("w"))
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env={**shared, **own}, stdout=log, stderr=subprocess.STDOUT))
+            host = hosts[rank * len(hosts) // processes]
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **host.environment}
+            whole = [*host.prefix, *command]
+            ranks.append(subprocess.Popen(whole, env={**shared, **own}, stdout=log, stderr=subprocess.STDOUT))
             stack.callback(_end, ranks[-1])
         return _wait(ranks, limit_s)
 

@@ -41,7 +41,9 @@ class RankResult:
 
     ``step_ms`` and ``launches`` are of the timed batches, each from its start to the start of the next; ``losses`` are
     this process's, of all batches. ``compile_s`` is None where compiling cannot be told from the first step, and
-    ``planned_launches`` where nothing is planned.
+    ``planned_launches`` where nothing is planned. ``sent_bytes`` left the host per timed batch, through the network
+    interface that gloo is told to use; None if it is told none. ``cpu_ms`` are of this process, all threads, per timed
+    batch.
     """
 
     step_ms: Sequence[float]
@@ -55,11 +57,13 @@ class RankResult:
     accumulated: int
     device: str
     backend: str
+    sent_bytes: float | None = None
+    cpu_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run of one contender: times and launches of rank 0, the largest peak of all ranks, losses averaged."""
+    """One run of one contender: rank 0's times, launches and bytes, the largest peak of all ranks, losses averaged."""
 
     step_ms: float
     launches: float
@@ -71,6 +75,8 @@ class Measurement:
     memory_label: str = ""
     device: str = ""
     backend: str = ""
+    sent_bytes: float | None = None
+    cpu_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +116,8 @@ def combine(ranks: Sequence[RankResult]) -> Measurement:
         memory_label=first.memory_label,
         device=first.device,
         backend=first.backend,
+        sent_bytes=first.sent_bytes,
+        cpu_ms=first.cpu_ms,
     )
 
 
