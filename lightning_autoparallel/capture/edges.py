@@ -22,7 +22,7 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.torch_compat.constants import is_constant
 from lightning_autoparallel.torch_compat.edges import EDGE
 from lightning_autoparallel.torch_compat.tracing import annotate_nodes
-from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
+from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map, tree_unflatten
 
 Edges = Sequence[tuple[str, str]]  # ("outputs" | "inputs", glob over module paths)
 EDGE_KEY = "edge"
@@ -85,15 +85,14 @@ class _Edge:
         ]
 
     def _mark_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        marked = tree_map(self._mark, (args, kwargs))
-        self._given.append([leaf for leaf in tree_flatten(marked)[0] if isinstance(leaf, Tensor)])
-        return marked
+        given, spec = tree_flatten((args, kwargs))
+        marked = [self._mark(leaf) for leaf in given]
+        self._given.append([now for now, before in zip(marked, given, strict=True) if now is not before])
+        return tree_unflatten(marked, spec)  # type: ignore[no-any-return]
 
     def _check_inputs(self, submodule: nn.Module, inputs: Any, output: Any) -> None:
         # The caller would not see the change: what the module changed is the marked value.
-        if any(
-            tensor._version for tensor in self._given.pop() if tensor.is_floating_point() and not is_constant(tensor)
-        ):
+        if any(tensor._version for tensor in self._given.pop()):
             raise ConfigError(
                 f"rule '{self._name}': {type(submodule).__name__} changes its input in place; "
                 "pin the outputs of the module before it, or switch its inplace off"

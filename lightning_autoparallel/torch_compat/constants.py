@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,17 @@ _LARGEST = 2**22  # elements; nothing larger is worth computing twice
 _READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
+@dataclass(frozen=True)
+class _Known:
+    """The value of a constant, for as long as its memory is none of ``changed``."""
+
+    value: Tensor
+    changed: Mapping[int, Tensor]
+
+
 def is_constant(tensor: Tensor) -> bool:
-    """Whether a step made ``tensor`` out of nothing but Python numbers."""
-    return hasattr(tensor, _ATTRIBUTE)
+    """Whether a step made ``tensor`` out of nothing but Python numbers, and wrote nothing else into it since."""
+    return _value(tensor) is not None
 
 
 def copy_constant(source: Tensor, target: Tensor) -> None:
@@ -35,44 +44,50 @@ class KnownConstants:
     """
 
     def __init__(self) -> None:
-        self._changed: set[int] = set()
+        # By address: constants that hold something else by now. They are kept, so that no address is used again.
+        self._changed: dict[int, Tensor] = {}
 
     def read(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Whether ``function(*args)`` reads a known constant, and what it reads."""
-        if function not in _READS or not (known := self._value(args[0])) is not None:
+        if function not in _READS or not (known := _value(args[0])) is not None:
             return False, None
         with _disable_current_modes():
             return True, function(known)
 
     def observe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what ``result`` is, if everything that went into it is known."""
-        mutates = _mutates(function, kwargs)
-        if args and not mutates and isinstance(args[0], Tensor) and self._value(args[0]) is None:
+        written = _written(function, args, kwargs)
+        if args and not written and isinstance(args[0], Tensor) and _value(args[0]) is None:
             return  # most calls end here
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        known = [self._value(tensor) for tensor in tensors]
-        if any(value is None for value in known):
-            if mutates:
-                self._changed.update(value.untyped_storage().data_ptr() for value in known if value is not None)
-            return
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-        if (not results and not mutates) or any(leaf.numel() > _LARGEST for leaf in results):
-            return
-        values = self._compute(function, args, kwargs)
-        if values is None or len(values) != len(results):
+        values = None
+        if all(_value(tensor) is not None for tensor in tensors) and (results or written):
+            values = self._values(function, args, kwargs, results)
+        if values is None:
+            self._forget(written)
             return
         for leaf, value in zip(results, values, strict=True):
-            setattr(leaf, _ATTRIBUTE, value)
+            setattr(leaf, _ATTRIBUTE, _Known(value, self._changed))
 
-    def _value(self, tensor: Any) -> Tensor | None:
-        value = getattr(tensor, _ATTRIBUTE, None)
-        return None if value is None or value.untyped_storage().data_ptr() in self._changed else value
+    def _forget(self, written: list[Tensor]) -> None:
+        """What was written into these, and into all that share their memory, is not known."""
+        for value in [known for tensor in written if (known := _value(tensor)) is not None]:
+            self._changed[_address(value)] = value
+
+    def _values(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
+    ) -> list[Tensor] | None:
+        if any(leaf.numel() > _LARGEST for leaf in results):
+            return None
+        values = self._compute(function, args, kwargs)
+        return values if values is not None and len(values) == len(results) else None
 
     def _compute(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor] | None:
         def real(leaf: Any) -> Any:
-            return self._value(leaf) if isinstance(leaf, Tensor) else leaf
+            return _value(leaf) if isinstance(leaf, Tensor) else leaf
 
         with _disable_current_modes(), torch.no_grad():
             state = torch.get_rng_state()
@@ -83,7 +98,21 @@ class KnownConstants:
         return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
 
 
-def _mutates(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def _value(tensor: Any) -> Tensor | None:
+    known = getattr(tensor, _ATTRIBUTE, None)
+    return None if known is None or _address(known.value) in known.changed else known.value
+
+
+def _address(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the call writes into."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or "out" in kwargs or (name.startswith("__i") and name.endswith("__")) or name == "__setitem__"
+    if in_place or (name.startswith("__i") and name.endswith("__")) or name == "__setitem__":
+        written: Any = args[:1]
+    else:
+        written = kwargs.get("out")
+    return [leaf for leaf in tree_flatten(written)[0] if isinstance(leaf, Tensor)]

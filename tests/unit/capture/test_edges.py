@@ -156,6 +156,37 @@ def test_constants_stay_known():
     assert marks(graph) == [("inputs:1", False), ("inputs:1", True)]
 
 
+class FillsZeros(nn.Module):
+    """Writes what it computes into a tensor of zeros, and returns that or a view made before."""
+
+    def __init__(self, returns_view: bool) -> None:
+        super().__init__()
+        self.linear, self.returns_view = nn.Linear(4, 4), returns_view
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(6, 4, device=x.device)
+        view = out.view(4, 6)
+        out[:, :3] = self.linear(x)[:, :3]
+        return view if self.returns_view else out
+
+
+@pytest.mark.parametrize("returns_view", [False, True])
+def test_constants_that_were_written_into_are_none(returns_view: bool):
+    module = nn.Sequential(FillsZeros(returns_view), nn.Identity())
+    expected = [("outputs:0", False), ("inputs:1", False), ("inputs:1", True), ("outputs:0", True)]
+    assert marks(captured_with(module, "outputs:0", "inputs:1", run=lambda x: module(x).square().sum())) == expected
+
+
+def test_constants_that_are_only_read_by_a_change_in_place_stay_known():
+    module = nn.Sequential(nn.Linear(4, 4), ReadsAConstant())
+
+    def run(x: Tensor) -> Tensor:
+        mask = torch.ones(4)
+        return module[1](module[0](x).clone().add_(mask), mask).sum()
+
+    assert marks(captured_with(module, "inputs:1", run=run)) == [("inputs:1", False), ("inputs:1", True)]
+
+
 class ChangesItsInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
