@@ -27,8 +27,8 @@ class ParallelCall(Protocol):
     @property
     def device_type(self) -> str: ...
 
-    def accept(self) -> None:
-        """Called before the node is traced through: this backend does what the node asks of it."""
+    def accepted(self) -> contextlib.AbstractContextManager[None]:
+        """Entered while the node is traced through: this backend does what the node asks of it."""
 
     def around(self, batch: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[None]:
         """Entered at every real call with the batch's tensors, None for those that the compiled code makes itself."""
@@ -46,11 +46,12 @@ def autoparallel_backend(*, compile: bool = True) -> Backend:
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         calls = _parallel_calls(graph_module)
-        for call, _ in calls:
-            if compile:
-                check_compiler(call.device_type)
-            call.accept()
-        compiled = compile_with_partition(graph_module, inputs, replay_partition, compile)
+        with contextlib.ExitStack() as stack:
+            for call, _ in calls:
+                if compile:
+                    check_compiler(call.device_type)
+                stack.enter_context(call.accepted())
+            compiled = compile_with_partition(graph_module, inputs, replay_partition, compile)
         return _with_calls(compiled, calls) if calls else compiled
 
     return backend

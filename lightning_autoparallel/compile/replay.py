@@ -50,21 +50,18 @@ class _Replay:
 
     def _find_forward(self) -> set[fx.Node]:
         """The calls of the forward; backward ones may stand between them."""
-        forward = fxn.with_ancestors(_only_nodes(self._results))
-        after_tangents = set(self._backward_inputs)
+        after_tangents, marked = set(self._backward_inputs), []
         for node in self._nodes:
             if after_tangents.intersection(node.all_input_nodes):
                 after_tangents.add(node)
-            elif node.op == "call_function" and self._was_forward(node, forward):
-                forward |= fxn.with_ancestors([node])
+            elif node.op == "call_function" and _was_forward(node):
+                marked.append(node)
+        forward = fxn.with_ancestors([*_only_nodes(self._results), *marked])
+        for node in self._nodes:
+            if fxn.is_getitem(node) and node.args[0] in forward:
+                forward.add(node)
         assert not forward & after_tangents, "a result of the forward depends on a tangent"
         return {node for node in forward if node.op != "placeholder"}
-
-    def _was_forward(self, node: fx.Node, forward: set[fx.Node]) -> bool:
-        if fxn.is_getitem(node) and node.args[0] in forward:
-            return True
-        half = half_of(node)
-        return half == "forward" or (half is None and node.meta.get("partitioner_tag") == "is_forward")
 
     def split(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         order = self._order_backward()
@@ -125,8 +122,17 @@ class _Replay:
         return fx.GraphModule(self._module, graph)
 
 
+def _was_forward(node: fx.Node) -> bool:
+    half = half_of(node)
+    return half == "forward" or (half is None and node.meta.get("partitioner_tag") == "is_forward")
+
+
 class _Repeated:
-    """Chains of calls that start at inputs alone, such as gathers of parameters: each is made once."""
+    """Chains of calls that start at inputs alone, such as gathers of parameters: each is made once.
+
+    Where compiled code calls one module several times, what its backward gathers for the last call therefore stays
+    until the backward of the first call has read it: fewer launches, for at most the module's gathered parameters.
+    """
 
     def __init__(self, inputs: Iterable[fx.Node]) -> None:
         self._from_inputs = set(inputs)

@@ -46,9 +46,14 @@ class TracedCall:
         """Of the tensors that the step computes with."""
         return self._engine.device.type
 
-    def accept(self) -> None:
-        """Called by a backend that enters ``around`` at every real call and keeps the partition."""
-        self._accepted = True
+    @contextlib.contextmanager
+    def accepted(self) -> Iterator[None]:
+        """Entered, while it traces, by a backend that enters ``around`` at every real call and keeps the partition."""
+        before, self._accepted = self._accepted, True
+        try:
+            yield
+        finally:
+            self._accepted = before  # another backend may trace the same call next
 
     def check_backend(self) -> None:
         """Refuse to be traced through by a backend that knows nothing of this node.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from lightning_autoparallel import autoparallel_backend, parallelize
 from lightning_autoparallel.compile.replay import replay_partition
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.pipeline import ParallelModule
@@ -87,6 +89,16 @@ def _run(graph: fx.Graph, given: dict[str, Tensor]) -> list[Tensor]:
 
 def calls_of(graph: fx.Graph) -> list[Any]:
     return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def test_the_forward_is_found_in_one_walk():
+    joint, length = Joint(), 300
+    y = joint.x
+    for _ in range(length):
+        y = joint(aten.tanh.default, y, half="forward")
+    with mock.patch.object(fxn, "with_ancestors", wraps=fxn.with_ancestors) as walks:
+        joint.split(y, None, joint(aten.mul.Tensor, joint.t, y, half="backward"))
+    assert 0 < walks.call_count <= 3
 
 
 def test_a_gather_of_each_half_stays_in_it():
@@ -328,9 +340,13 @@ def test_batches_are_refused_that_were_not_prepared(results: ParallelModule):
 
 
 def test_other_backends_are_refused_that_would_partition_anew(results: ParallelModule):
-    with pytest.raises(BackendCompilerFailed, match='give it backend="autoparallel"'):
-        torch.compile(results, backend="aot_eager", fullgraph=True)(torch.ones(2, 6, 8))
-    torch._dynamo.reset()
+    for _ in range(2):
+        with pytest.raises(BackendCompilerFailed, match='give it backend="autoparallel"'):
+            torch.compile(results, backend="aot_eager", fullgraph=True)(torch.ones(2, 6, 8))
+        torch._dynamo.reset()
+        # What this backend is let do, the next one is not.
+        torch.compile(results, backend=autoparallel_backend(compile=False), fullgraph=True)(torch.ones(2, 6, 8))
+        torch._dynamo.reset()
     results.module.seen.zero_()
     torch.compile(results, backend="eager", fullgraph=True)(torch.ones(2, 6, 8))["score"].backward()
     assert results.module.seen != 0
