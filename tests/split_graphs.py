@@ -20,7 +20,6 @@ from lightning_autoparallel.cost.memory import predict_step_memory, surroundings
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes import AxesByGroup, joint_groups, run_passes, split_passes
 from lightning_autoparallel.pipeline import stages
-from lightning_autoparallel.pipeline.predict import cost_model
 
 SPLIT_PASSES = tuple(each.name for each in split_passes())
 
@@ -84,11 +83,11 @@ def with_split_step(arguments: Sequence[str], look: Callable[[SplitStep], None])
     """Call ``look`` inside of the fake world of ``plan`` with these arguments; what ``plan`` prints is left out."""
     rewritten, stdout = stages._rewritten, sys.stdout
 
-    def unchanged(sharded, context, artifacts):
+    def unchanged(sharded, context, costs, artifacts):
         config = dataclasses.replace(context.config, disabled_passes=SPLIT_PASSES)
         context = dataclasses.replace(context, config=config)
-        partitioned, reports = rewritten(sharded, context, artifacts)
-        step = SplitStep(partitioned=partitioned, context=context, costs=cost_model(config, context.mesh))
+        partitioned, reports = rewritten(sharded, context, costs, artifacts)
+        step = SplitStep(partitioned=partitioned, context=context, costs=costs)
         with contextlib.redirect_stdout(stdout):
             look(step)
         return partitioned, reports
