@@ -106,15 +106,18 @@ def _reduced_row_bytes(node: fx.Node) -> int:
     read, written = fxn.values(node.all_input_nodes[0])[0], fxn.values(node)[0]
     if read is None or written is None:
         return 0
-    if written.shape != read.shape:
-        return read.numel() // max(written.numel(), 1) * read.element_size()
+    return read.numel() // max(_rows(node, read, written), 1) * read.element_size()
+
+
+def _rows(node: fx.Node, read: Tensor, written: Tensor) -> int:
+    """How many rows of ``read`` a reduction takes apart from each other."""
     arguments = named_arguments(node.target, node.args, node.kwargs)
-    if "dim" in arguments:  # a softmax or a running sum, along one dim
-        return int(read.shape[arguments["dim"]]) * read.element_size() if read.dim() else 0
-    # A norm of rows: it gives their means, or its backward is given them.
-    means = fxn.values(arguments["mean"])[0] if "mean" in arguments else fxn.values(node)[-1]
-    rows = means.numel() if means is not None else 1
-    return read.numel() // max(rows, 1) * read.element_size()
+    if _packet_name(node.target).startswith("native_"):  # norms give the means of rows, or are given them backward
+        means = fxn.values(arguments["mean"] if "mean" in arguments else node)[-1]
+        return means.numel() if means is not None else 1
+    if isinstance(arguments.get("dim"), int) and read.dim():  # a softmax has results of all of the row
+        return read.numel() // max(int(read.shape[arguments["dim"]]), 1)
+    return written.numel()
 
 
 def _is_reduction(node: fx.Node) -> bool:

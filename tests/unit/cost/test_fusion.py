@@ -117,6 +117,16 @@ def test_what_needs_whole_rows_ends_its_kernel_if_they_are_long(kind: int, width
     assert traffic_of(build, last)[last.name] == (written if width == 1024 else 2 * written)
 
 
+def test_sums_over_several_dims_are_of_rows_too():
+    """Over dims of one element, and over all of 128 KiB."""
+    build = Builder()
+    x = build.input(32768, 1)
+    same = build.call(aten.exp.default, build.call(aten.sum.dim_IntList, x, [1], True))
+    whole = build.call(aten.exp.default, build.call(aten.sum.dim_IntList, x, [0, 1], True))
+    counted = {"sum_dim_int_list": 2**17, "exp_default": 2**17, "sum_dim_int_list_1": 4, "exp_default_1": 4 + 4}
+    assert traffic_of(build, same, whole) == counted  # both sums read once, the second one's result goes through memory
+
+
 def test_the_larger_of_two_values_is_no_reduction():
     build = Builder()
     x = build.input(2, 32768)
