@@ -113,7 +113,7 @@ def _rows(node: fx.Node, read: Tensor, written: Tensor) -> int:
     """How many rows of ``read`` a reduction takes apart from each other."""
     arguments = named_arguments(node.target, node.args, node.kwargs)
     if _packet_name(node.target).startswith("native_"):  # norms give the means of rows, or are given them backward
-        means = fxn.values(arguments["mean"] if "mean" in arguments else node)[-1]
+        means = fxn.values(arguments.get("mean", node))[-1]
         return means.numel() if means is not None else 1
     if isinstance(arguments.get("dim"), int) and read.dim():  # a softmax has results of all of the row
         return read.numel() // max(int(read.shape[arguments["dim"]]), 1)
