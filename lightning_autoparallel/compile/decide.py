@@ -91,7 +91,7 @@ def holding_gathered(calls: Sequence[fx.Node], parameters: Iterable[fx.Node]) ->
 
     These are the parameter's gathers, what depends on them and nothing else, and several such values joined to one.
     """
-    origin = _parameter_of(calls, parameters)
+    origin = fxn.parameter_of(calls, parameters)
     gathered: set[fx.Node] = set()
     leading: set[fx.Node] = set()
     for node in calls:
@@ -102,16 +102,6 @@ def holding_gathered(calls: Sequence[fx.Node], parameters: Iterable[fx.Node]) ->
         elif any(holding) and (node in origin or (all(holding) and (len(holding) == 1 or node.target in _JOINS))):
             gathered.add(node)
     return gathered | leading
-
-
-def _parameter_of(calls: Iterable[fx.Node], parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For every call that depends on one parameter and nothing else, that parameter."""
-    origin: dict[fx.Node, fx.Node] = {node: node for node in parameters}
-    for node in calls:
-        sources = {origin.get(argument) for argument in node.all_input_nodes}
-        if len(sources) == 1 and (source := sources.pop()) is not None:
-            origin[node] = source
-    return origin
 
 
 def _calls_before(node: fx.Node) -> set[fx.Node]:

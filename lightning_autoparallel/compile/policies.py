@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from torch import fx
 
-from lightning_autoparallel.compile.blocks import ATTENTION, MATMULS
+from lightning_autoparallel.compile.blocks import MATMULS
 from lightning_autoparallel.contracts import CheckpointFunction, NodeInfo, Wish
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
@@ -73,7 +73,7 @@ def _kept_by_selective(forward: Forward) -> set[fx.Node]:
         block = forward.blocks.get(node)
         if block is None:
             continue
-        if node.target in ATTENTION or _is_reduced(node):
+        if fxn.is_attention(node) or _is_reduced(node):
             kept.add(node)
         elif node.target in MATMULS:
             matmuls[block] = matmuls.get(block, 0) + 1
