@@ -7,11 +7,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
@@ -88,8 +87,7 @@ def _check_axis(name: str, size: int) -> None:
     if name in RESERVED_AXES:
         raise ConfigError(f"mesh axis '{name}' is reserved: {RESERVED_AXES[name]}")
     if name not in MESH_AXES:
-        nearest = get_close_matches(name, MESH_AXES, n=1)
-        hint = f"did you mean '{nearest[0]}'?" if nearest else f"axes are {', '.join(MESH_AXES)}"
+        hint = did_you_mean(name, MESH_AXES, opening="did you mean") or f"axes are {', '.join(MESH_AXES)}"
         raise ConfigError(f"unknown mesh axis '{name}': {hint}")
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
         raise ConfigError(
@@ -218,8 +216,7 @@ def check_plan(plan: str) -> str:
         ConfigError: an unknown plan.
     """
     if plan not in PLANS:
-        nearest = get_close_matches(str(plan), PLANS, n=1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+        hint = did_you_mean(plan, PLANS)
         raise ConfigError(f"unknown plan {plan!r}: plans are {_plan_names()}, or a mapping of rules{hint}")
     return plan
 
@@ -236,9 +233,7 @@ def check_activation_checkpointing(policy: Any) -> None:
         return
     if policy in CHECKPOINT_POLICIES:
         return
-    names = [*CHECKPOINT_POLICIES, "layer:2"]
-    nearest = get_close_matches(str(policy), names, n=1)
-    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    hint = did_you_mean(policy, [*CHECKPOINT_POLICIES, "layer:2"])
     raise ConfigError(
         f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, 'layer:N' "
         f"(every Nth block), or give a function of a node{hint}"

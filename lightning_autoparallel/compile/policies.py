@@ -6,7 +6,6 @@ recomputing one block never starts with another.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -15,7 +14,7 @@ from torch import fx
 
 from lightning_autoparallel.compile.blocks import MATMULS
 from lightning_autoparallel.contracts import CheckpointFunction, NodeInfo, Wish
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat import collectives
 
@@ -130,11 +129,9 @@ def _answer(function: CheckpointFunction, node: fx.Node, forward: Forward) -> Wi
     answer: Any = function(_info(node, forward))
     if answer in get_args(Wish):
         return answer  # type: ignore[no-any-return]
-    nearest = difflib.get_close_matches(str(answer), get_args(Wish), n=1)
-    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
     raise ConfigError(
         f"activation_checkpointing: the function gave {answer!r} for {fxn.describe(node)} ({node.target}); "
-        f"it must give {', '.join(map(repr, get_args(Wish)))}{hint}"
+        f"it must give {', '.join(map(repr, get_args(Wish)))}{did_you_mean(answer, get_args(Wish))}"
     )
 
 
