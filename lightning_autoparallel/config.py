@@ -244,7 +244,7 @@ def check_activation_checkpointing(policy: Any) -> None:
 class EngineConfig:
     """What the pipeline needs to know besides the step, the mesh and the batch.
 
-    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``contracts.NodeInfo``.
+    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
     for what is usual where the mesh runs.
     """

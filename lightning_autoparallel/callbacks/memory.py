@@ -42,7 +42,7 @@ def memory_probe(device: torch.device) -> MemoryProbe:
         _reset_process_peak()
         _process_peak_bytes()
     except (OSError, LookupError):
-        return MemoryProbe(label="process peak since start", reset=lambda: None, peak_bytes=_peak_bytes_since_start)
+        return MemoryProbe(label="process peak since start", reset=lambda: None, peak_bytes=peak_bytes_since_start)
     return MemoryProbe(label="process peak per step", reset=_reset_process_peak, peak_bytes=_process_peak_bytes)
 
 
@@ -134,6 +134,7 @@ def _process_peak_bytes() -> int:
     return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
-def _peak_bytes_since_start() -> int:
+def peak_bytes_since_start() -> int:
+    """The most physical memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

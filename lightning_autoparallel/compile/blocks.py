@@ -26,7 +26,7 @@ _MOST = 0.75  # inner entries with this part of the heavy operators make the out
 
 def find_blocks(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     """The path of its block for every node that is in one."""
-    paths = {node: path for node in nodes if (path := fxn.custom(node, "module"))}
+    paths = {node: path for node in nodes if (path := fxn.module_path(node))}
     entries = _entries(dict.fromkeys(paths.values()))
     attention = Counter(path for node, path in paths.items() if fxn.is_attention(node))
     heavy = attention + Counter(path for node, path in paths.items() if node.target in _PRODUCTS)

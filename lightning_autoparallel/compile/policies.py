@@ -140,7 +140,7 @@ def _info(node: fx.Node, forward: Forward) -> NodeInfo:
     return NodeInfo(
         name=node.name,
         op=str(node.target),
-        module=fxn.custom(node, "module") or "",
+        module=fxn.module_path(node) or "",
         block=forward.blocks.get(node),
         shape=tuple(tensors[0].shape) if tensors else (),
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",

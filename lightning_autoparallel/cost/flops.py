@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.torch_compat.operators import named_arguments
 from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
+from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 
 def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

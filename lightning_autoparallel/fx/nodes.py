@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import CollectiveCount
 from lightning_autoparallel.torch_compat import collectives, rank_operators
-from lightning_autoparallel.torch_compat.operators import named_arguments
+from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 aten = torch.ops.aten
 

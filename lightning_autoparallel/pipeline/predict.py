@@ -12,7 +12,6 @@ from lightning_autoparallel.config import EngineConfig
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     GraphPrediction,
-    MemoryShare,
     PartitionedGraph,
     PlanReport,
     TimelineEvent,
@@ -82,16 +81,13 @@ def _predict(
     graph: fx.Graph, memory: MemoryTimeline, costs: CostModel, axes_by_group: Mapping[str, str]
 ) -> GraphPrediction:
     timeline = costs.timeline(graph)
-    largest = sorted(memory.contributors, key=lambda contributor: -contributor.size_bytes)
     return GraphPrediction(
         time_us=timeline.time_us,
         compute_us=timeline.compute_us,
         communication_us=timeline.communication_us,
         exposed_us=timeline.exposed_us,
         peak_memory_bytes=memory.peak_bytes,
-        at_peak=tuple(
-            MemoryShare(name=one.name, size_bytes=one.size_bytes, kind=one.kind, module=one.module) for one in largest
-        ),
+        at_peak=memory.contributors,
         live_bytes=memory.live_bytes,
         events=tuple(_on_axes(event, axes_by_group) for event in timeline.events),
     )

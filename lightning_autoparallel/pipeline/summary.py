@@ -156,7 +156,7 @@ def _tables(launched: Mapping[str, list[fx.Node]], axes_by_group: Mapping[str, s
 
 
 def _path(node: fx.Node) -> str:
-    return fxn.custom(node, "module") or ""
+    return fxn.module_path(node) or ""
 
 
 def _placeholders(graph_module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autoparallel import NodeInfo
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.compile.blocks import MATMULS, find_blocks
 from lightning_autoparallel.compile.policies import Forward, wishes_of
 from lightning_autoparallel.config import EngineConfig, MeshSpec
-from lightning_autoparallel.contracts import NodeInfo, PartitionedGraph, ShardedGraph
+from lightning_autoparallel.contracts import PartitionedGraph, ShardedGraph
 from lightning_autoparallel.cost.memory import predict_step_memory
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
