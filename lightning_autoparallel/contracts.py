@@ -146,6 +146,12 @@ class PartitionedGraph:
     saved_values: int = 0
     decisions: Mapping[str, Decision] = field(default_factory=dict)
 
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs by their names in reports: ``forward`` and ``backward``, or ``inference`` alone."""
+        if self.backward is None:
+            return {"inference": self.forward}
+        return {"forward": self.forward, "backward": self.backward}
+
 
 GraphCallable = Callable[..., Any]  # takes a list of tensors, returns a list or tuple of tensors
 

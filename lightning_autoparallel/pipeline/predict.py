@@ -69,11 +69,10 @@ def _predictions(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    if partitioned.backward is None or memory.backward is None:
-        return {"inference": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group)}
+    halves = [half for half in (memory.forward, memory.backward) if half is not None]
     return {
-        "forward": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group),
-        "backward": _predict(partitioned.backward.graph, memory.backward, costs, axes_by_group),
+        name: _predict(graph_module.graph, half, costs, axes_by_group)
+        for (name, graph_module), half in zip(partitioned.graphs().items(), halves, strict=True)
     }
 
 

@@ -19,7 +19,7 @@ def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> No
     Raises:
         PassError: some rank's calls, or their order, are not those of rank 0; all ranks raise it.
     """
-    lines = [line for name, graph in _graphs(partitioned) for line in _order_lines(name, graph)]
+    lines = [line for name, half in partitioned.graphs().items() for line in _order_lines(name, half.graph)]
     difference = difference_between_ranks(lines, control)
     if difference is None:
         return
@@ -41,12 +41,6 @@ def difference_between_ranks(lines: list[str], control: ControlGroup) -> tuple[i
     difference = first_difference(gathered[0], gathered)
     assert difference is not None
     return difference
-
-
-def _graphs(partitioned: PartitionedGraph) -> Iterator[tuple[str, fx.Graph]]:
-    yield "forward" if partitioned.backward is not None else "inference", partitioned.forward.graph
-    if partitioned.backward is not None:
-        yield "backward", partitioned.backward.graph
 
 
 def _order_lines(name: str, graph: fx.Graph) -> Iterator[str]:

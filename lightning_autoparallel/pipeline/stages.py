@@ -117,11 +117,9 @@ def _rewritten(
     partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
     around = partial(surroundings_of, partitioned)
     passes = split_passes(_bucket_limit(config, costs), joint_groups(context.mesh), costs, around)
-    halves = {"forward": partitioned.forward, "backward": partitioned.backward}
-    for half, graph_module in halves.items():
-        if graph_module is not None:
-            name = f"{sharded.name}.{half}" if partitioned.backward is not None else f"{sharded.name}.inference"
-            reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
+    for half, graph_module in partitioned.graphs().items():
+        name = f"{sharded.name}.{half}"
+        reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
     return partitioned, reports
 
 
