@@ -31,6 +31,10 @@ class ReportingStrategy(Protocol):
         """Collectives that the last training step launched, by mesh axes; empty before the first one."""
 
     @property
+    def predicted_launches(self) -> Mapping[str, int]:
+        """Collectives in the final graphs of the training step that ran last, by mesh axes; empty before the first."""
+
+    @property
     def process_group_backend(self) -> str | None:
         """``nccl``, ``gloo`` or one per device type."""
 

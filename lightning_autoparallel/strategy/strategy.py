@@ -132,6 +132,11 @@ class AutoParallelStrategy(SavingStrategy):
         """Collectives that the last training step launched, by mesh axes."""
         return {} if self._steps is None else self._steps.measured_launches
 
+    @property
+    def predicted_launches(self) -> dict[str, int]:
+        """Collectives in the final graphs of the training step that ran last, by mesh axes."""
+        return {} if self._steps is None else self._steps.predicted_launches
+
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
