@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import fx
 
 from lightning_autoparallel.compile.blocks import find_blocks
-from lightning_autoparallel.compile.policies import Forward, wishes_of
+from lightning_autoparallel.compile.policies import Forward, why_idle, wishes_of
 from lightning_autoparallel.contracts import CheckpointFunction, Decision, Wish
 from lightning_autoparallel.fx import nodes as fxn
 
@@ -27,14 +27,19 @@ def decide(
     parameters: Iterable[fx.Node],
     reshard_after_forward: bool,
     policy: str | CheckpointFunction,
+    warn: Callable[[str], None] = lambda message: None,
 ) -> dict[fx.Node, Decision]:
     """The decision for every node of ``calls``, the forward's in order.
+
+    ``warn`` is told of a named policy that finds no block to recompute.
 
     Raises:
         ConfigError: the user's function gives something else than a wish.
     """
     decided = _decided_anyway(calls, parameters, reshard_after_forward)
     blocks = find_blocks(calls)
+    if (message := why_idle(policy, list(dict.fromkeys(blocks.values())))) is not None:
+        warn(message)
     leaving = frozenset(_read_elsewhere(calls, blocks.get))
     asked = [node for node in calls if node not in decided and not fxn.is_getitem(node)]
     wishes = wishes_of(policy, Forward(calls=calls, blocks=blocks, leaving=leaving), asked)

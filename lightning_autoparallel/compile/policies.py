@@ -44,6 +44,26 @@ def wishes_of(policy: str | CheckpointFunction, forward: Forward, asked: Iterabl
     return {node: "prefer_recompute" if node in recomputed else "save" for node in asked}
 
 
+def why_idle(policy: str | CheckpointFunction, blocks: Sequence[str]) -> str | None:
+    """What to tell the user of a named policy that recomputes none of these blocks, and so saves everything."""
+    if callable(policy) or policy == "none":
+        return None
+    idle = f"activation_checkpointing={policy!r} has no effect"
+    if not blocks:
+        return (
+            f"{idle}: it recomputes blocks, repeated modules like model.layers.0 and model.layers.1, and the step has "
+            "none; put repeated modules into an nn.ModuleList or nn.Sequential, give a function, which is asked about "
+            "every operator, or call torch.utils.checkpoint in the model"
+        )
+    every = int(policy.partition(":")[2] or 1)
+    if every > len(blocks):
+        return (
+            f"{idle}: the step has {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}); give 'layer:N' with N of at "
+            f"most {len(blocks)}, or 'full'"
+        )
+    return None
+
+
 def _by_name(policy: str, forward: Forward) -> set[fx.Node]:
     """What a named policy recomputes."""
     if policy == "none":
