@@ -7,15 +7,18 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_autoparallel.errors import ConfigError, did_you_mean
+from lightning_autoparallel.errors import ConfigError
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
 PLANS = ("ddp", "fsdp", "hsdp")
 CHECKPOINT_POLICIES = ("none", "full", "selective")
+DECOMPOSE_WHEN = ("auto", "never", "always")
+DECOMPOSE_ORDERS = ("swizzle", "cyclic", "broadcast")
 _PLACEMENT = re.compile(r"R|S\(-?\d+\)")
 
 
@@ -87,7 +90,8 @@ def _check_axis(name: str, size: int) -> None:
     if name in RESERVED_AXES:
         raise ConfigError(f"mesh axis '{name}' is reserved: {RESERVED_AXES[name]}")
     if name not in MESH_AXES:
-        hint = did_you_mean(name, MESH_AXES, opening="did you mean") or f"axes are {', '.join(MESH_AXES)}"
+        nearest = get_close_matches(name, MESH_AXES, n=1)
+        hint = f"did you mean '{nearest[0]}'?" if nearest else f"axes are {', '.join(MESH_AXES)}"
         raise ConfigError(f"unknown mesh axis '{name}': {hint}")
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
         raise ConfigError(
@@ -216,7 +220,8 @@ def check_plan(plan: str) -> str:
         ConfigError: an unknown plan.
     """
     if plan not in PLANS:
-        hint = did_you_mean(plan, PLANS)
+        nearest = get_close_matches(str(plan), PLANS, n=1)
+        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
         raise ConfigError(f"unknown plan {plan!r}: plans are {_plan_names()}, or a mapping of rules{hint}")
     return plan
 
@@ -233,7 +238,9 @@ def check_activation_checkpointing(policy: Any) -> None:
         return
     if policy in CHECKPOINT_POLICIES:
         return
-    hint = did_you_mean(policy, [*CHECKPOINT_POLICIES, "layer:2"])
+    names = [*CHECKPOINT_POLICIES, "layer:2"]
+    nearest = get_close_matches(str(policy), names, n=1)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
     raise ConfigError(
         f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, 'layer:N' "
         f"(every Nth block), or give a function of a node{hint}"
@@ -241,10 +248,60 @@ def check_activation_checkpointing(policy: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecomposeSpec:
+    """When collectives beside matrix products are sent part by part, in which order, how many parts at a time.
+
+    ``when`` is ``"auto"`` (where the cost model predicts a gain, and not over gloo), ``"never"`` or ``"always"``.
+    ``order`` is ``"swizzle"`` (every rank sends its part straight to where it is needed), ``"cyclic"`` (neighbours pass
+    parts on) or ``"broadcast"`` (one rank after the other sends its part to all). ``depth`` transfers are in flight.
+
+    Raises:
+        ConfigError: an unknown word, or a depth that the order does not allow.
+    """
+
+    when: str = "auto"
+    order: str = "swizzle"
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        _check_word("decompose_matmuls", self.when, DECOMPOSE_WHEN)
+        _check_word("decompose_matmuls order", self.order, DECOMPOSE_ORDERS)
+        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
+            raise ConfigError(f"decompose_matmuls depth {self.depth!r}: give a number of transfers, 1 or more")
+        if self.order == "cyclic" and self.depth > 1:
+            raise ConfigError(
+                f"decompose_matmuls order 'cyclic' with depth {self.depth}: a neighbour passes on what it has "
+                "received, so that one transfer at a time is all there can be; set depth 1, or order 'swizzle'"
+            )
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any] | DecomposeSpec) -> DecomposeSpec:
+        """The spec of ``"always"``, or of ``{"when": "always", "order": "cyclic", "depth": 1}``.
+
+        Raises:
+            ConfigError: what is given is neither, or has an unknown key.
+        """
+        if isinstance(value, DecomposeSpec):
+            return value
+        if not isinstance(value, Mapping):
+            return cls(when=value)
+        for key in value:
+            _check_word("key of decompose_matmuls", key, ("when", "order", "depth"))
+        return cls(**value)
+
+
+def _check_word(what: str, word: Any, allowed: Sequence[str]) -> None:
+    if word not in allowed:
+        nearest = get_close_matches(str(word), allowed, n=1)
+        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+        raise ConfigError(f"unknown {what} {word!r}: write {', '.join(map(repr, allowed))}{hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the pipeline needs to know besides the step, the mesh and the batch.
 
-    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
+    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``contracts.NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
     for what is usual where the mesh runs.
     """
@@ -257,6 +314,7 @@ class EngineConfig:
     dump_dir: str | None = None
     disabled_passes: tuple[str, ...] = ()
     bucket_mb: float | None = None
+    decompose_matmuls: DecomposeSpec = DecomposeSpec()
     hardware: str | Mapping[str, Any] | None = None
     ranks_per_node: int | None = None
 

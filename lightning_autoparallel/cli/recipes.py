@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
-from lightning_autoparallel.errors import ConfigError, did_you_mean
+from lightning_autoparallel.errors import ConfigError
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 SUFFIX = ".yaml"
@@ -47,6 +48,7 @@ def _is_no_path(value: str) -> bool:
 
 
 def _not_found(value: str, name: str, known: Iterable[str]) -> str:
-    hint = did_you_mean(name, known, opening=" Did you mean")
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(known) or "none"
     return f"no config file and no recipe is named {value!r}.{hint} Recipes: {listed}. Or give the path of a YAML file."

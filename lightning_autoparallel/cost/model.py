@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lightning_autoparallel.cost.collective import saturating_bytes
+from lightning_autoparallel.cost.collective import collective_time_us, saturating_bytes
 from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
@@ -49,17 +49,21 @@ class CostModel:
         """
         return node_collective_time_us(node, self.hardware, self.groups)
 
+    def launch_time_us(self, kind: str, size_bytes: int, group_name: str) -> float:
+        """Microseconds of one collective of ``kind``, with ``size_bytes`` on its larger side.
+
+        Raises:
+            UnsupportedOpError: nothing is known of the kind or the process group.
+        """
+        return collective_time_us(kind, size_bytes, self._shape_of(group_name), self.hardware)
+
     def saturating_bytes(self, kind: str, group_name: str, fraction: float = 0.9) -> int:
         """The size (of the larger side) from which a collective reaches ``fraction`` of its group's bandwidth.
 
         Raises:
             UnsupportedOpError: nothing is known of the kind or the process group.
         """
-        if group_name not in self.groups:
-            raise UnsupportedOpError(
-                f"nothing is known of process group {group_name!r}: {', '.join(self.groups)} are known"
-            )
-        return saturating_bytes(kind, self.groups[group_name], self.hardware, fraction)
+        return saturating_bytes(kind, self._shape_of(group_name), self.hardware, fraction)
 
     def timeline(self, graph: fx.Graph) -> Timeline:
         """When each call of ``graph`` runs, in its present order.
@@ -68,3 +72,10 @@ class CostModel:
             UnsupportedOpError: nothing is known of an operator or a process group.
         """
         return predict_timeline(graph, self.hardware, self.groups)
+
+    def _shape_of(self, group_name: str) -> GroupShape:
+        if group_name not in self.groups:
+            raise UnsupportedOpError(
+                f"nothing is known of process group {group_name!r}: {', '.join(self.groups)} are known"
+            )
+        return self.groups[group_name]

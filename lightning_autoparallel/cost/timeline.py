@@ -9,7 +9,7 @@ streams: on real devices communication slows computing down somewhat, by the pro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -29,7 +29,8 @@ class Timeline:
     """A graph's calls over time, predicted.
 
     ``time_us`` is the end of the last of them, ``compute_us`` the compute stream's busy time, ``communication_us`` the
-    sum over collectives, and ``exposed_us`` what is left of the time when nothing computes.
+    sum over collectives, and ``exposed_us`` what is left of the time when nothing computes. ``stalls_us`` has the
+    collectives whose wait holds the compute stream, by name, and for how long.
     """
 
     time_us: float
@@ -37,6 +38,7 @@ class Timeline:
     communication_us: float
     exposed_us: float
     events: tuple[TimelineEvent, ...]
+    stalls_us: Mapping[str, float] = field(default_factory=dict)
 
 
 def predict_timeline(graph: fx.Graph, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> Timeline:
@@ -78,6 +80,7 @@ class _Streams:
         self._free_us: dict[str, float] = {}  # by process group
         self._done_us: dict[fx.Node, float] = {}
         self._events: list[TimelineEvent] = []
+        self._stalls_us: dict[str, float] = {}
 
     def compute(self, node: fx.Node, duration_us: float) -> None:
         self._add(node, COMPUTE, self._clock_us, duration_us)
@@ -91,8 +94,9 @@ class _Streams:
 
     def wait(self, node: fx.Node) -> None:
         collective = fxn.waited_collective(node)
-        if collective is not None:
-            self._clock_us = max(self._clock_us, self._done_us[collective])
+        if collective is not None and self._done_us[collective] > self._clock_us:
+            self._stalls_us[collective.name] = self._done_us[collective] - self._clock_us
+            self._clock_us = self._done_us[collective]
 
     def _add(self, node: fx.Node, stream: str, start_us: float, duration_us: float) -> None:
         self._events.append(TimelineEvent(name=node.name, stream=stream, start_us=start_us, duration_us=duration_us))
@@ -106,4 +110,5 @@ class _Streams:
             communication_us=sum(event.duration_us for event in self._events if event.stream != COMPUTE),
             exposed_us=time_us - compute_us,
             events=tuple(self._events),
+            stalls_us=self._stalls_us,
         )

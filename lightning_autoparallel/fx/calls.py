@@ -25,9 +25,10 @@ class Calls:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, evaluated on the fake values of its arguments."""
+        value = fake_evaluated(target, args, kwargs)
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
-        node.meta = {**self._kept, "val": fake_evaluated(target, args, kwargs)}
+        node.meta = {**self._kept, "val": value}
         return node
 
     def view(self, node: fx.Node, shape: list[int]) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from lightning_autoparallel.passes.bucket_collectives import DEFAULT_BYTES
 from lightning_autoparallel.passes.bucketing import BucketLimit
+from lightning_autoparallel.passes.decompose import DecomposeOptions
 from lightning_autoparallel.passes.joint_groups import AxesByGroup, joint_groups
 from lightning_autoparallel.passes.order import all_passes, joint_passes, split_passes
 from lightning_autoparallel.passes.runner import GraphPass, check_disabled, run_passes
@@ -10,6 +11,7 @@ __all__ = [
     "DEFAULT_BYTES",
     "AxesByGroup",
     "BucketLimit",
+    "DecomposeOptions",
     "GraphPass",
     "all_passes",
     "check_disabled",

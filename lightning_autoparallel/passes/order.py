@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from torch import fx
+
 from lightning_autoparallel.contracts import GraphInput, GraphOutput
-from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost import CostModel, Timeline
 from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
+from lightning_autoparallel.passes.decompose import DecomposeOptions
+from lightning_autoparallel.passes.decompose_gather_matmul import decompose_gather_matmul
+from lightning_autoparallel.passes.decompose_matmul_scatter import decompose_matmul_scatter
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from lightning_autoparallel.passes.join_biases import join_biases
 from lightning_autoparallel.passes.joint_groups import JoinGroups
@@ -38,15 +43,35 @@ def split_passes(
     join: JoinGroups | None = None,
     costs: CostModel | None = None,
     surroundings: SurroundingsOf | None = None,
+    decompose: DecomposeOptions | None = None,
+    disabled: Collection[str] = (),
 ) -> tuple[GraphPass, ...]:
     """The passes over the forward and the backward graph each; an inference graph is a forward.
 
     ``bucket_limit`` gives the bytes that one launch may move, by kind and group; ``join`` finds the group of several
     groups' ranks. ``costs`` predict the order's times, ``surroundings`` say what the caller of a graph holds of it.
+    ``decompose`` says which products may begin before all that they read has arrived. What is ``disabled`` will not be
+    run by the caller, and is not reckoned with.
     """
+    later = partial(_launching_passes, bucket_limit, costs)
+    preview = None if costs is None else partial(_preview, later, costs, surroundings, disabled)
+    gathers = partial(decompose_gather_matmul, options=decompose, costs=costs, preview=preview)
+    scatters = partial(decompose_matmul_scatter, options=decompose, costs=costs, preview=preview)
     return (
         # before what merges or moves gathers
         GraphPass(name="fuse_chained_all_gathers", run=partial(fuse_chained_all_gathers, join=join)),
+        # ahead of buckets, which would take in what is decomposed, and of what orders the transfers
+        GraphPass(name="decompose_gather_matmul", run=gathers),
+        GraphPass(name="decompose_matmul_scatter", run=scatters),
+        *later(surroundings),
+    )
+
+
+def _launching_passes(
+    bucket_limit: BucketLimit | None, costs: CostModel | None, surroundings: SurroundingsOf | None
+) -> tuple[GraphPass, ...]:
+    """The passes that say what is launched together, and when."""
+    return (
         GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit)),
         GraphPass(name="prefetch_gathers", run=prefetch_gathers),
         GraphPass(name="sink_waits", run=sink_waits),
@@ -54,6 +79,24 @@ def split_passes(
         GraphPass(name="schedule_overlap", run=partial(schedule_overlap, costs=costs, surroundings=surroundings)),
         GraphPass(name="cap_compute_runs", run=cap_compute_runs),
     )
+
+
+def _preview(
+    later: Callable[[SurroundingsOf | None], Sequence[GraphPass]],
+    costs: CostModel,
+    surroundings: SurroundingsOf | None,
+    disabled: Collection[str],
+    graph: fx.Graph,
+    asked: fx.Graph,
+) -> Timeline:
+    """The timeline of ``asked``, which is ``graph`` or a rewritten copy of it, as later passes will leave it."""
+    around = None if surroundings is None else surroundings(graph)
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(asked, {}))
+    for graph_pass in later(None if around is None else lambda _: around):
+        if graph_pass.name not in disabled:
+            graph_pass.run(copied)
+    return costs.timeline(copied)
 
 
 def all_passes() -> tuple[GraphPass, ...]:

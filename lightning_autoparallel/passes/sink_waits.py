@@ -18,13 +18,15 @@ from lightning_autoparallel.fx import nodes as fxn
 def sink_waits(graph: fx.Graph, *, outstanding: int = 2) -> tuple[str, ...]:
     """Move waits, and the views of what they wait for, right before their first use. Nothing else moves.
 
+    Transfers that a decomposition has written stay as they are: each wait stands where the next one may start.
+
     Waits for terminal reductions move at most to where those that are not waited for, on their group, have
     ``outstanding`` times the bytes of the largest of them: behind the second one after theirs, where all are alike.
     """
     bounds = _bounds(graph, outstanding)
     moved = bounded = 0
     for node in reversed(list(graph.nodes)):
-        if not node.users or not (fxn.is_wait(node) or _is_view_of_wait(node)):
+        if not node.users or not (fxn.is_wait(node) or _is_view_of_wait(node)) or _is_one_of_many(node):
             continue
         first = min(node.users)  # nodes compare by their place in the graph
         bound = bounds.get(node)
@@ -69,3 +71,8 @@ def _is_view_of_wait(node: fx.Node) -> bool:
         return False
     source = node.all_input_nodes[0]
     return fxn.is_wait(source) or _is_view_of_wait(source)
+
+
+def _is_one_of_many(node: fx.Node) -> bool:
+    """Whether the node waits for a transfer of a decomposed collective: the next one starts behind it."""
+    return fxn.is_wait(node) and fxn.collective_kind(node.all_input_nodes[0]) in ("permute", "broadcast")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture import NoEffects, Watcher, flatten_batch
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
@@ -81,6 +81,7 @@ def parallelize(
     batch_dims: int | Mapping[str, int | None] | None = None,
     disabled_passes: Sequence[str] = (),
     bucket_mb: float | None = None,
+    decompose_matmuls: str | Mapping[str, Any] = "auto",
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelModule:
@@ -88,8 +89,8 @@ def parallelize(
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
-    with the batch in dim 0 is this rank's rows. ``activation_checkpointing`` is as AutoParallelStrategy takes it.
-    ``device`` defaults to the module's, or the CPU for a meta module.
+    with the batch in dim 0 is this rank's rows. ``activation_checkpointing`` and ``decompose_matmuls`` are as
+    AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta module.
 
     Raises:
         ConfigError: no process group, a mesh that does not fit it, or a sample that does not divide by the batch axes.
@@ -107,6 +108,7 @@ def parallelize(
         dump_dir=dump_dir,
         disabled_passes=tuple(disabled_passes),
         bucket_mb=bucket_mb,
+        decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
     )
     check_disabled(config.disabled_passes, all_passes())
     if compile:

@@ -92,6 +92,7 @@ def plan(
     disabled_passes: Sequence[str] = (),
     dump_dir: str | None = None,
     hardware: str | dict[str, Any] | None = None,
+    decompose_matmuls: str | dict[str, Any] = "auto",
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.
 
@@ -112,6 +113,7 @@ def plan(
         disabled_passes: graph passes to leave out.
         dump_dir: where to write graphs and the report.
         hardware: what times are predicted for.
+        decompose_matmuls: as AutoParallelStrategy takes it.
 
     Raises:
         ConfigError: a process group is initialised, or an argument is wrong.
@@ -129,6 +131,7 @@ def plan(
         disabled_passes=list(disabled_passes),
         dump_dir=dump_dir,
         hardware=hardware,
+        decompose_matmuls=decompose_matmuls,
     )
     trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)
     return run_planning(trainer, module, _OneBatch(batch))

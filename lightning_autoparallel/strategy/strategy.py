@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError
@@ -44,7 +44,7 @@ class AutoParallelStrategy(SavingStrategy):
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
             matmul and the first residual sum of each block; blocks are repeated modules, found by their paths. A
-            function is given a ``NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
+            function is given a ``contracts.NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
             ``"prefer_recompute"``: save only what code outside the block reads. Regions of
             ``torch.utils.checkpoint`` in the model stay as they are.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
@@ -62,6 +62,11 @@ class AutoParallelStrategy(SavingStrategy):
         hardware: what times are predicted for: ``"h100"`` or another name of ``cost.HARDWARE``, or a mapping with
             measured rates, ``{"base": "h100", "matmul_fraction": 0.6}``; ``"cpu"`` over gloo, else ``"h100"``, unless
             given.
+        decompose_matmuls: where a matrix product reads what is gathered, or makes what is scattered, send it part by
+            part beside the product. ``"auto"`` does so where the predicted step gets shorter (never over gloo),
+            ``"always"`` wherever it may be, ``"never"`` nowhere; ``{"when": "auto", "order": "cyclic", "depth": 1}``
+            also says in which order (``"swizzle"``, ``"cyclic"``, ``"broadcast"``) and how many parts are on their way
+            at once.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -86,6 +91,7 @@ class AutoParallelStrategy(SavingStrategy):
         bucket_mb: float | None = None,
         save_distributed_checkpoint: bool = True,
         hardware: str | dict[str, Any] | None = None,
+        decompose_matmuls: str | dict[str, Any] = "auto",
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint)
@@ -98,6 +104,7 @@ class AutoParallelStrategy(SavingStrategy):
             dump_dir=dump_dir,
             disabled_passes=tuple(disabled_passes or ()),
             bucket_mb=bucket_mb,
+            decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
             hardware=hardware,
         )
         if hardware is not None:
@@ -131,11 +138,6 @@ class AutoParallelStrategy(SavingStrategy):
     def measured_launches(self) -> dict[str, int]:
         """Collectives that the last training step launched, by mesh axes."""
         return {} if self._steps is None else self._steps.measured_launches
-
-    @property
-    def predicted_launches(self) -> dict[str, int]:
-        """Collectives in the final graphs of the training step that ran last, by mesh axes."""
-        return {} if self._steps is None else self._steps.predicted_launches
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

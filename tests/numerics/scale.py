@@ -2,8 +2,8 @@
 
     python -m tests.numerics.scale [LAYERS] [RANKS]
 
-Prints what tests/unit/pipeline/test_scale.py checks: seconds per stage, collectives (not in buckets), parameter bytes,
-host memory.
+Prints what tests/unit/pipeline/test_scale.py checks: seconds per stage, collectives (not in buckets, nor in parts),
+parameter bytes, host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_autoparallel.capture import NoEffects
-from lightning_autoparallel.config import EngineConfig, MeshSpec
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
@@ -35,8 +35,9 @@ def plan_llama3_8b(layers: int, ranks: int, sequence: int = 8192) -> tuple[PlanR
             model = Llama3(llama3_config("8B", {"n_layers": layers}))
         mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": ranks}), "cpu")
         control = ControlGroup(timedelta(minutes=1))
-        # one by one, so that each parameter's can be counted
-        config = EngineConfig(compile=False, disabled_passes=("bucket_collectives",))
+        # one by one and whole, so that each parameter's can be counted
+        counted = DecomposeSpec(when="never")
+        config = EngineConfig(compile=False, disabled_passes=("bucket_collectives",), decompose_matmuls=counted)
         context = StageContext(mesh=mesh, config=config, control=control, warn=_refuse)
         engine = StepEngine(module=model, context=context, device=torch.device("cpu"))
 

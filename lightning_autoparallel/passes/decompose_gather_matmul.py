@@ -1,0 +1,33 @@
+"""``decompose_gather_matmul``: a product begins with the shard that is there, while the others are on their way.
+
+An all-gather that products read becomes a transfer per other rank. Each step multiplies one shard while the next one
+travels, so that only the first transfer, at most, is waited for in vain. ``decompose/`` says which gathers that may be,
+where it is predicted to be faster, and how it is written.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.passes.decompose import DecomposeOptions, feeds_products, read_gather, write_gather
+from lightning_autoparallel.passes.decompose.choose import Decomposition, Preview, decompose
+
+
+def decompose_gather_matmul(
+    graph: fx.Graph,
+    *,
+    options: DecomposeOptions | None = None,
+    costs: CostModel | None = None,
+    preview: Preview | None = None,
+) -> tuple[str, ...]:
+    """Decompose all-gathers that only products read.
+
+    ``preview`` predicts a graph once the passes behind this one have run. Without it, or ``costs``, only what
+    ``options`` force is decomposed.
+
+    Raises:
+        ConfigError: what is forced cannot be done by the backend.
+    """
+    way = Decomposition(what="all_gather", is_candidate=feeds_products, read=read_gather, write=write_gather)
+    return decompose(graph, way, options or DecomposeOptions(), costs, preview)
