@@ -20,6 +20,7 @@ from lightning_autoparallel.passes import joint_groups
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from tests.numerics.chained_gathers import whole_in_backward
 from tests.placements import S
+from tests.sgd import sgd_losses
 from tests.unit.passes.chains import Chains, gathering
 from tests.worlds import Worlds
 
@@ -81,14 +82,8 @@ def train(folder: str) -> list[tuple[list[float], dict[str, int]]]:
 def _losses(x: Tensor, y: Tensor, plan: str, disabled: list[str]) -> tuple[list[float], dict[str, int]]:
     torch.manual_seed(0)
     parallel = parallelize(Columns(), (x, y), AXES, plan, compile=False, disabled_passes=disabled)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    half, losses = dist.get_rank() // AXES["tp"], []
-    for _ in range(STEPS):
-        loss = parallel(x.chunk(2)[half], y.chunk(2)[half])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    half = dist.get_rank() // AXES["tp"]
+    losses = sgd_losses(parallel, STEPS, x.chunk(2)[half], y.chunk(2)[half])
     gathers = parallel.report.collectives["backward"]["all_gather"]
     return losses, {axes: counted.count for axes, counted in gathers.items()}
 
@@ -99,16 +94,7 @@ def one_device() -> list[float]:
     x = torch.randn(4, 4, 6, generator=generator)
     y = torch.randint(0, 4, (4, 4), generator=generator)
     torch.manual_seed(0)
-    module = Columns()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    losses = []
-    for _ in range(STEPS):
-        loss = module(x, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return sgd_losses(Columns(), STEPS, x, y)
 
 
 def test_both_orders_gather_the_full_tensor(worlds: Worlds):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_autoparallel import AutoParallelStrategy, parallelize
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.passes import all_passes
+from tests.sgd import sgd_losses
 from tests.worlds import Worlds
 
 ROWS, STEPS = 8, 20
@@ -43,14 +44,7 @@ def train_on_two_axes(disabled: list[str], megabytes: float | None) -> tuple[lis
     mesh = {"dp_replicate": 2, "dp_shard": 2}
     options = {"compile": False, "disabled_passes": disabled, "bucket_mb": megabytes}
     parallel = parallelize(TwoHeads(), (x, y), mesh, "hsdp", **options)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = parallel(x.chunk(4)[dist.get_rank()], y.chunk(4)[dist.get_rank()])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = sgd_losses(parallel, 3, x.chunk(4)[dist.get_rank()], y.chunk(4)[dist.get_rank()])
     return losses, sum(parallel.report.launches().values())
 
 
@@ -63,15 +57,8 @@ def train(disabled: list[str], kind: type[TwoHeads] = TwoHeads) -> tuple[list[fl
     y = torch.randint(0, 5, (ROWS,), generator=generator)
     size = {"dp_shard": dist.get_world_size()}
     parallel = parallelize(module, (x, y), size, compile=False, disabled_passes=disabled)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     rank, size = dist.get_rank(), dist.get_world_size()
-    losses = []
-    for _ in range(STEPS):
-        loss = parallel(x.chunk(size)[rank], y.chunk(size)[rank])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = sgd_losses(parallel, STEPS, x.chunk(size)[rank], y.chunk(size)[rank])
     reports = {f"{report.name}/{report.graph}": report.notes for report in parallel.report.passes}
     return losses, sum(parallel.report.launches().values()), reports
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_autoparallel import parallelize
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from tests.numerics.rules import plan_of
+from tests.sgd import sgd_losses
 from tests.worlds import Worlds
 
 POLICIES = ("none", "selective", "full")
@@ -39,15 +40,8 @@ def train(axis: str) -> dict[str, tuple[list[float], int]]:
         parallel = parallelize(
             Scored(), (inputs, targets), {axis: 2}, plan, compile=False, activation_checkpointing=policy
         )
-        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
         shards, rank = (1, 0) if axis == "tp" else (2, dist.get_rank())
-        losses = []
-        for _ in range(STEPS):
-            loss = parallel(inputs.chunk(shards)[rank], targets.chunk(shards)[rank])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
+        losses = sgd_losses(parallel, STEPS, inputs.chunk(shards)[rank], targets.chunk(shards)[rank])
         found[policy] = losses, parallel.report.saved_bytes
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import explicit, local_shape
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 from tests.placements import R
+from tests.redistributions import axes_of, groups_of, joint_axis, parts_of_all
 
 
 class Chains:
@@ -23,31 +23,15 @@ class Chains:
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
         self.world = math.prod(sizes)
-        self.groups = {
-            ",".join(map(str, chosen)): self._ranks(chosen)
-            for count in range(1, len(sizes) + 1)
-            for chosen in itertools.permutations(range(len(sizes)), count)
-        }
-
-    def _ranks(self, chosen: Sequence[int]) -> list[list[int]]:
-        """Every instance of a group, from rank numbers laid out on the mesh."""
-        ranks = torch.arange(self.world).reshape(self.sizes)
-        rest = [k for k in range(len(self.sizes)) if k not in chosen]
-        return ranks.permute(*rest, *chosen).reshape(-1, math.prod(self.sizes[k] for k in chosen)).tolist()
+        self.groups = groups_of(*sizes)
 
     def axes(self) -> list[PlanAxis]:
         """The axes as rank 0 sees them."""
-        return [
-            PlanAxis(mesh_axes=(f"axis{k}",), size=size, rank=0, group_name=str(k)) for k, size in enumerate(self.sizes)
-        ]
+        return axes_of(0, *self.sizes)
 
     def join(self, names: Sequence[str]) -> PlanAxis | None:
         """The group of several axes in any order."""
-        group = ",".join(names)
-        if group not in self.groups:
-            return None
-        size = len(self.groups[group][0])
-        return PlanAxis(mesh_axes=tuple(f"axis{name}" for name in names), size=size, rank=0, group_name=group)
+        return joint_axis(0, self.sizes, [int(name) for name in names]) if ",".join(names) in self.groups else None
 
     def ascending(self, names: Sequence[str]) -> PlanAxis | None:
         """The group of several axes as a flattened mesh has it."""
@@ -55,13 +39,7 @@ class Chains:
 
     def shards(self, full: Tensor, source: Placements) -> list[list[Tensor]]:
         """Each rank's input: ``full`` cut by one axis after the other."""
-        inputs = []
-        for coordinates in itertools.product(*map(range, self.sizes)):
-            part = full
-            for size, place, placement in zip(self.sizes, coordinates, source, strict=True):
-                part = part.chunk(size, placement.dim)[place]
-            inputs.append([part.contiguous()])
-        return inputs
+        return [[part.contiguous()] for part in parts_of_all(full, source, self.sizes)]
 
     def graph(self, shape: torch.Size, source: Placements, order: Sequence[int]) -> fx.Graph:
         """Every rank's graph, as gathers know no rank: its shard gathered over the axes in ``order``."""
