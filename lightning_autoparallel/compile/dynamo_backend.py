@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, fx
 
-from lightning_autoparallel.compile.backend import check_compiler
+from lightning_autoparallel.compile.backend import check_compiler, interpreted
 from lightning_autoparallel.compile.replay import replay_partition
 from lightning_autoparallel.torch_compat.dynamo import compile_with_partition
 
@@ -51,7 +51,8 @@ def autoparallel_backend(*, compile: bool = True) -> Backend:
                 if compile:
                     check_compiler(call.device_type)
                 stack.enter_context(call.accepted())
-            compiled = compile_with_partition(graph_module, inputs, replay_partition, compile)
+            interpret = None if compile else interpreted
+            compiled = compile_with_partition(graph_module, inputs, replay_partition, interpret)
         return _with_calls(compiled, calls) if calls else compiled
 
     return backend

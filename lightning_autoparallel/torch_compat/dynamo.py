@@ -13,6 +13,7 @@ from torch._dynamo.exc import ShortenTraceback
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.torch_compat.inductor import compile_traced, inductor_decompositions
 
+Interpret = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
@@ -29,11 +30,14 @@ class TracedConfigError(ConfigError, ShortenTraceback):
 
 
 def compile_with_partition(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction, compile: bool
+    graph_module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFunction, interpret: Interpret | None
 ) -> Callable[..., Any]:
-    """What a Dynamo backend gives back: the graph under AOTAutograd, its halves lowered by Inductor or interpreted."""
-    if not compile:
-        return aot_autograd(fw_compiler=_interpret, partition_fn=partition)(graph_module, inputs)
+    """What a Dynamo backend gives back: the graph under AOTAutograd, lowered by ``interpret``, or by Inductor.
+
+    ``interpret`` makes of a graph a function that empties the list of its arguments.
+    """
+    if interpret is not None:
+        return aot_autograd(fw_compiler=_boxed(interpret), partition_fn=partition)(graph_module, inputs)
     backend = aot_autograd(
         fw_compiler=compile_traced(is_inference=False, is_backward=False),
         bw_compiler=compile_traced(is_inference=False, is_backward=True),
@@ -44,9 +48,10 @@ def compile_with_partition(
     return backend(graph_module, inputs)
 
 
-def _interpret(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-    def run(arguments: list[Any]) -> Any:
-        return fx.Interpreter(graph_module).boxed_run(arguments)
+def _boxed(interpret: Interpret) -> Callable[..., Callable[..., Any]]:
+    def lower(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        run = interpret(graph_module)
+        run._boxed_call = True  # type: ignore[attr-defined]  # it empties its list, so that inputs are freed in time
+        return run
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # it empties its list, so that inputs are freed in time
-    return run
+    return lower
