@@ -7,22 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_autoparallel.fx.calls import FakeResults
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 aten = torch.ops.aten
 
 
 class GraphEmitter:
-    """A graph under construction; every call gets its ``val`` and the place in the user's code it belongs to.
-
-    Equal calls on values of equal geometry share one fake result: the blocks of a model are evaluated once.
-    """
+    """A graph under construction; every call gets its ``val`` and the place in the user's code it belongs to."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.graph = fx.Graph()
         self.fake_mode = fake_mode
         self._origin: dict[str, Any] = {}
-        self._evaluated: dict[Any, Any] = {}
+        self._results = FakeResults(fake_mode)
 
     def on_behalf_of(self, node: fx.Node) -> None:
         """Give the calls that follow the annotations of ``node``."""
@@ -38,18 +36,10 @@ class GraphEmitter:
 
     def call(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
         """One call, evaluated on the fake values of its arguments."""
-        value = self._evaluate(target, args, kwargs)
+        value = self._results.of(target, args, kwargs)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta.update(self._origin, val=value)
         return node
-
-    def _evaluate(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (target, _geometry(args), _geometry(kwargs))
-        if key not in self._evaluated:
-            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
-            with self.fake_mode:
-                self._evaluated[key] = target(*fake_args, **fake_kwargs)
-        return self._evaluated[key]
 
     def view(self, node: fx.Node, shape: list[int], name: str | None = None) -> fx.Node:
         """A view; local strides may differ from the global ones it was captured with, then of a contiguous copy."""
@@ -65,16 +55,3 @@ class GraphEmitter:
         if node.meta["val"].is_contiguous():
             return node
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-
-
-def _geometry(argument: Any) -> Any:
-    """All of an argument that the geometry of a result can depend on, as a key."""
-    if isinstance(argument, fx.Node):
-        return _geometry(argument.meta["val"])
-    if isinstance(argument, Tensor):
-        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
-    if isinstance(argument, (list, tuple)):
-        return tuple(_geometry(item) for item in argument)
-    if isinstance(argument, dict):
-        return tuple((name, _geometry(item)) for name, item in argument.items())
-    return type(argument), argument

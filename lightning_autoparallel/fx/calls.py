@@ -1,19 +1,53 @@
-"""Calls added to a graph that there is already, their fake results computed on the way."""
+"""Calls added to a graph, their fake results computed on the way."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.torch_compat.tracing import fake_evaluated
+from lightning_autoparallel.torch_compat.tracing import FakeTensorMode, fake_evaluated
 
 aten = torch.ops.aten
 
 # What is said of one call alone: another one in its place is not that.
 _OWN = {"val", "tensor_meta", "original_aten", "collective_role"}
+
+
+class FakeResults:
+    """What calls result in, computed on the recorded values of their arguments.
+
+    Equal calls on values of equal geometry share one fake result: the blocks of a model are evaluated once. ``mode`` is
+    for calls without tensors, which tell no fake mode.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self._mode = mode
+        self._known: dict[Any, Any] = {}
+
+    def of(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of one call, whose arguments may be nodes."""
+        key = (target, _geometry(args), _geometry(kwargs))
+        if key not in self._known:
+            with self._mode or contextlib.nullcontext():
+                self._known[key] = fake_evaluated(target, args, kwargs)
+        return self._known[key]
+
+
+def _geometry(argument: Any) -> Any:
+    """All of an argument that the geometry of a result can depend on, as a key."""
+    if isinstance(argument, fx.Node):
+        return _geometry(argument.meta["val"])
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, (list, tuple)):
+        return tuple(_geometry(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _geometry(item)) for name, item in argument.items())
+    return type(argument), argument
 
 
 class Calls:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.torch_compat.tracing import fake_mode_of
+from lightning_autoparallel.fx.calls import FakeResults
 
 aten = torch.ops.aten
 
@@ -23,13 +23,14 @@ _MOVES = {aten.slice.Tensor, aten.select.int, aten.clone.default}
 def cast_before_gather(graph: fx.Graph) -> tuple[str, ...]:
     """Cast before an all-gather where every path from its result, through moves of elements, ends in the same cast."""
     saved_bytes = moved = 0
+    results = FakeResults()
     # The last first: a cast that moves ahead of one gather may stand behind another one then.
     for gather in reversed([node for node in graph.nodes if fxn.collective_kind(node) == "all_gather"]):
         chain = _casts_behind(gather)
         if chain is None:
             continue
         before = fxn.collective_size_bytes(gather)
-        _cast_first(graph, gather, *chain)
+        _cast_first(graph, gather, *chain, results)
         saved_bytes += before - fxn.collective_size_bytes(gather)
         moved += 1
     return (f"{moved} casts moved before gathers, {saved_bytes} bytes less gathered",) if moved else ()
@@ -78,7 +79,9 @@ def _narrows(node: fx.Node) -> bool:
     return narrower and source.dtype.is_floating_point and source.device == result.device
 
 
-def _cast_first(graph: fx.Graph, gather: fx.Node, moves: list[fx.Node], casts: list[fx.Node]) -> None:
+def _cast_first(
+    graph: fx.Graph, gather: fx.Node, moves: list[fx.Node], casts: list[fx.Node], results: FakeResults
+) -> None:
     shard = gather.args[0]
     assert isinstance(shard, fx.Node)
     with graph.inserting_before(gather):
@@ -86,7 +89,7 @@ def _cast_first(graph: fx.Graph, gather: fx.Node, moves: list[fx.Node], casts: l
     narrow.meta = {key: value for key, value in gather.meta.items() if key != "val"}
     gather.args = (narrow, *gather.args[1:])
     for node in (narrow, gather, *moves):
-        _evaluate(node)
+        node.meta["val"] = results.of(node.target, node.args, node.kwargs)
     for cast in casts:
         _replace(graph, cast)
 
@@ -102,10 +105,3 @@ def _replace(graph: fx.Graph, cast: fx.Node) -> None:
         source = copied
     cast.replace_all_uses_with(source)
     graph.erase_node(cast)
-
-
-def _evaluate(node: fx.Node) -> None:
-    """Compute the fake value of ``node`` anew from its arguments'."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with fake_mode_of(node.all_input_nodes[0].meta["val"]):
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

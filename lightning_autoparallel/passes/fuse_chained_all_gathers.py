@@ -23,10 +23,10 @@ from torch import fx
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.calls import FakeResults
 from lightning_autoparallel.fx.layouts import ElementOrder, is_copy
 from lightning_autoparallel.passes.joint_groups import JoinGroups
 from lightning_autoparallel.torch_compat import collectives
-from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
 aten = torch.ops.aten
 
@@ -57,14 +57,14 @@ def fuse_chained_all_gathers(graph: fx.Graph, *, join: JoinGroups | None = None)
     """
     if join is None:
         return ("skipped: one axis",)
-    chains = 0
+    chains, results = 0, FakeResults()
     gone: set[fx.Node] = set()
     for gather in [node for node in graph.nodes if fxn.collective_kind(node) == "all_gather"]:
         links = [] if gather in gone else _chain(gather)
         for length in range(len(links), 1, -1):
             fusion = _fusion(links[:length], join)
             if fusion is not None:
-                _fuse(graph, links[:length], fusion)
+                _fuse(graph, links[:length], fusion, results)
                 gone |= {link.gather for link in links[:length]}
                 chains += 1
                 break
@@ -143,14 +143,12 @@ def _ways(last: _Link, sizes: Sequence[int]) -> Iterator[tuple[fx.Node, ElementO
         yield from sorted(ways, key=lambda way: len(way[1].as_permutation()[0]))
 
 
-def _fuse(graph: fx.Graph, links: Sequence[_Link], fusion: _Fusion) -> None:
+def _fuse(graph: fx.Graph, links: Sequence[_Link], fusion: _Fusion, results: FakeResults) -> None:
     first, last, end = links[0].gather, links[-1].gather, fusion.end
 
     def call(origin: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
-        fake_args = fx.map_arg(args, lambda argument: argument.meta["val"])
-        with fake_mode_of(end.meta["val"]):
-            node.meta = origin | {"val": target(*fake_args, **kwargs)}
+        node.meta = origin | {"val": results.of(target, args, kwargs)}
         return node
 
     with graph.inserting_before(last):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.calls import FakeResults
 from lightning_autoparallel.passes.bucketing.choose import common_path
 from lightning_autoparallel.passes.bucketing.moves import hoist, sink
 from lightning_autoparallel.torch_compat import collectives
-from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ class BucketWriter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._evaluated: dict[Any, Any] = {}
+        self._results = FakeResults()
 
     def write(self, members: Sequence[fx.Node]) -> None:
         """Replace ``members`` by one collective. None may depend on another, nor on what replaces other buckets."""
@@ -133,29 +133,10 @@ class BucketWriter:
         def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             with self._graph.inserting_before(anchor):
                 node = self._graph.call_function(target, args, kwargs)
-            node.meta = {**kept, "val": self._evaluate(target, args, kwargs)}
+            node.meta = {**kept, "val": self._results.of(target, args, kwargs)}
             return node
 
         return call
-
-    def _evaluate(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        tensors: list[Tensor] = []
-        fx.map_arg((args, kwargs), lambda node: tensors.append(node.meta["val"]))
-        geometry = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
-        key = (target, geometry, _written(args), _written(tuple(kwargs.items())))
-        if key not in self._evaluated:
-            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-            with fake_mode_of(tensors[0]):
-                self._evaluated[key] = target(*fake_args, **fake_kwargs)
-        value: Tensor = self._evaluated[key]
-        return value
-
-
-def _written(argument: Any) -> Any:
-    """An argument as a key, tensors by their places only."""
-    if isinstance(argument, fx.Node):
-        return fx.Node
-    return tuple(map(_written, argument)) if isinstance(argument, (list, tuple)) else argument
 
 
 def _value(node: fx.Node) -> Tensor:
