@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_autoparallel.callbacks import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback
 from lightning_autoparallel.compile import autoparallel_backend
 from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.contracts import NodeInfo
 from lightning_autoparallel.pipeline import parallelize
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
@@ -16,6 +17,7 @@ __all__ = [
     "AutoParallelStrategy",
     "CollectiveMonitor",
     "MeshSpec",
+    "NodeInfo",
     "PeakMemoryMonitor",
     "PlanReportCallback",
     "autoparallel_backend",

@@ -7,11 +7,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
@@ -90,8 +89,7 @@ def _check_axis(name: str, size: int) -> None:
     if name in RESERVED_AXES:
         raise ConfigError(f"mesh axis '{name}' is reserved: {RESERVED_AXES[name]}")
     if name not in MESH_AXES:
-        nearest = get_close_matches(name, MESH_AXES, n=1)
-        hint = f"did you mean '{nearest[0]}'?" if nearest else f"axes are {', '.join(MESH_AXES)}"
+        hint = did_you_mean(name, MESH_AXES, opening="did you mean") or f"axes are {', '.join(MESH_AXES)}"
         raise ConfigError(f"unknown mesh axis '{name}': {hint}")
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
         raise ConfigError(
@@ -220,8 +218,7 @@ def check_plan(plan: str) -> str:
         ConfigError: an unknown plan.
     """
     if plan not in PLANS:
-        nearest = get_close_matches(str(plan), PLANS, n=1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+        hint = did_you_mean(plan, PLANS)
         raise ConfigError(f"unknown plan {plan!r}: plans are {_plan_names()}, or a mapping of rules{hint}")
     return plan
 
@@ -238,9 +235,7 @@ def check_activation_checkpointing(policy: Any) -> None:
         return
     if policy in CHECKPOINT_POLICIES:
         return
-    names = [*CHECKPOINT_POLICIES, "layer:2"]
-    nearest = get_close_matches(str(policy), names, n=1)
-    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    hint = did_you_mean(policy, [*CHECKPOINT_POLICIES, "layer:2"])
     raise ConfigError(
         f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, 'layer:N' "
         f"(every Nth block), or give a function of a node{hint}"
@@ -292,16 +287,15 @@ class DecomposeSpec:
 
 def _check_word(what: str, word: Any, allowed: Sequence[str]) -> None:
     if word not in allowed:
-        nearest = get_close_matches(str(word), allowed, n=1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-        raise ConfigError(f"unknown {what} {word!r}: write {', '.join(map(repr, allowed))}{hint}")
+        choices = ", ".join(map(repr, allowed))
+        raise ConfigError(f"unknown {what} {word!r}: write {choices}{did_you_mean(word, allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the pipeline needs to know besides the step, the mesh and the batch.
 
-    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``contracts.NodeInfo``.
+    ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
     for what is usual where the mesh runs.
     """

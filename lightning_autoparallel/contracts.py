@@ -146,6 +146,12 @@ class PartitionedGraph:
     saved_values: int = 0
     decisions: Mapping[str, Decision] = field(default_factory=dict)
 
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs by their names in reports: ``forward`` and ``backward``, or ``inference`` alone."""
+        if self.backward is None:
+            return {"inference": self.forward}
+        return {"forward": self.forward, "backward": self.backward}
+
 
 GraphCallable = Callable[..., Any]  # takes a list of tensors, returns a list or tuple of tensors
 
@@ -223,7 +229,11 @@ class TimelineEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryShare:
-    """Something alive at the predicted peak; ``kind`` says what it is to the graph, ``module`` whose code made it."""
+    """A storage alive at the predicted peak: who made it, its bytes, and the module whose code that is of.
+
+    ``kind`` is that of an input or a result where it is one (``batch``, ``saved``, ``gradient``, ...), else
+    ``collective`` or ``value``.
+    """
 
     name: str
     size_bytes: int
@@ -279,14 +289,18 @@ class PlanReport:
     tokens: int | None = None
 
     @property
+    def step_graphs(self) -> tuple[str, ...]:
+        """The graphs of one step: forward and backward, or the one that there is."""
+        return tuple(name for name in self.collectives if name != "inference") or ("inference",)
+
+    @property
     def step_time_us(self) -> float | None:
         """Predicted microseconds of forward and backward (or of the one graph that there is); None if unknown.
 
         The optimizer, clipping, reading data and a second micro-batch are not in it.
         """
-        halves = [name for name in self.collectives if name != "inference"] or ["inference"]
-        known = [self.predictions[name].time_us for name in halves if name in self.predictions]
-        return sum(known) if len(known) == len(halves) else None
+        known = [self.predictions[name].time_us for name in self.step_graphs if name in self.predictions]
+        return sum(known) if len(known) == len(self.step_graphs) else None
 
     @property
     def tokens_per_second_per_device(self) -> float | None:

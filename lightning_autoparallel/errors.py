@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AutoParallelError(Exception):
     """Base class of every error this package raises on purpose."""
@@ -29,3 +32,14 @@ class PassError(AutoParallelError):
 
 class CheckpointError(AutoParallelError):
     """A checkpoint is missing, unreadable, or does not match the model or the mesh."""
+
+
+def closest(given: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of ``known`` most like ``given`` as text; None where none is alike by ``cutoff``, from 0 (any) to 1."""
+    return next(iter(get_close_matches(str(given), list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(given: object, known: Iterable[str], opening: str = "; did you mean") -> str:
+    """``; did you mean 'fsdp'?``, to end a message about an unknown name with; empty where no known one is like it."""
+    name = closest(given, known)
+    return "" if name is None else f"{opening} {name!r}?"

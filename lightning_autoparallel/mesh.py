@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, new_ordered_groups
+from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, give_default_timeout, new_ordered_groups
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_groups
 
 
@@ -120,6 +120,8 @@ class ParallelMesh:
 def build_mesh(spec: MeshSpec, device_type: str) -> ParallelMesh:
     """Create the mesh on the initialised default process group, on all ranks in the same order.
 
+    Its groups have the default group's timeout.
+
     Raises:
         ConfigError: the sizes do not multiply to the world size.
     """
@@ -133,4 +135,5 @@ def build_mesh(spec: MeshSpec, device_type: str) -> ParallelMesh:
         for count in range(2, len(active) + 1):
             for axes in itertools.combinations(active, count):
                 submeshes[axes] = device_mesh[axes]._flatten("_".join(axes), backend_override=backend)
+    give_default_timeout(mesh.get_group() for mesh in submeshes.values())
     return ParallelMesh(spec=spec, device_mesh=device_mesh, submeshes=submeshes)

@@ -28,7 +28,8 @@ def run_on_local_tensors(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[T
             return [[env[value]._local_tensors[rank] for value in first.args[0]] for rank in range(len(graphs))]
         else:
             calls = [fx.map_arg((n.args, dict(n.kwargs)), twin.get) for n, twin in zip(nodes, twins, strict=True)]
-            env[first] = _alike(first.target, calls[0], env) if _all_equal(calls) else _apart(first.target, calls, env)
+            alike = first.all_input_nodes and _all_equal(calls)
+            env[first] = _alike(first.target, calls[0], env) if alike else _apart(first.target, calls, env)
     raise AssertionError("a graph without outputs")
 
 

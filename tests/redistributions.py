@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -128,11 +128,20 @@ def joined_from_all(parts: list[Tensor], target: Placements, shape: torch.Size, 
     return joined(outer, target[0], shape)
 
 
-def check_all(pairs: Sequence[Pair], outputs: Sequence[Sequence[Tensor]], full: Tensor, sizes: Sequence[int]) -> None:
+Join = Callable[[list[Tensor], Placements, torch.Size, Sequence[int]], Tensor]
+
+
+def check_all(
+    pairs: Sequence[Pair],
+    outputs: Sequence[Sequence[Tensor]],
+    full: Tensor,
+    sizes: Sequence[int],
+    join: Join = joined_from_all,
+) -> None:
     """``outputs`` of every rank make the full tensor, pair by pair, exactly where nothing was reduced."""
     for (source, target), parts in zip(pairs, zip(*outputs, strict=True), strict=True):
         pair = f"{source} -> {target}"
-        made = joined_from_all(list(parts), target, full.shape, sizes)
+        made = join(list(parts), target, full.shape, sizes)
         if any(isinstance(placement, Partial) for placement in (*source, *target)):
             torch.testing.assert_close(made, full, msg=lambda text, pair=pair: f"{pair}: {text}")
         else:

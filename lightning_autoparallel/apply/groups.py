@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.contracts import Placements, PlanAxis
+from lightning_autoparallel.fx.placements import cut_order, dim_of, touch
 
 Warn = Callable[[str], None]
 # Axes in the order in which their ranks count, the first one slowest -> that group; None where it cannot be made.
@@ -78,3 +79,20 @@ class Groups:
         if axis is not None:
             self._joint[axis.mesh_axes] = axis
         return axis
+
+
+def rank_order(
+    positions: Sequence[int], cuts: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]
+) -> tuple[list[int], bool]:
+    """The order of ranks in which the parts of a tensor are, and whether that saves a copy that other orders need.
+
+    It does where the axes cut the same dim, each one all pieces of the one before, and nothing but single elements
+    comes before that dim: then the parts lie in memory in this order.
+    """
+    ascending = sorted(positions)
+    dims = {dim_of(cuts[i]) for i in positions} if cuts else set()
+    if len(dims) != 1:
+        return ascending, False
+    (dim,) = dims
+    order = [i for i in cut_order(cuts, dim) if i in positions]
+    return order, touch(order, cuts, axes) and all(size == 1 for size in shape[:dim])

@@ -23,8 +23,8 @@ from lightning_autoparallel.fx.placements import cut_order, explicit, local_shap
 class ParameterLayout:
     """How one parameter lies on this rank: global geometry, mesh, and placements over the plan's axes.
 
-    A dim that one axis cuts need not divide: graphs take and give shards padded to one size, DTensors hold none of the
-    padding. A dim that several axes cut divides.
+    A dim need not divide: graphs take and give shards padded to one size, DTensors hold none of the padding. Plans let
+    several axes cut a dim only where it divides.
     """
 
     shape: tuple[int, ...]

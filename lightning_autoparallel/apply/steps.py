@@ -8,10 +8,10 @@ same kind of collective take it together, whatever lies between them and whichev
 - maxima and minima, and any mix of partial values but sums with averages: they are reduced one by one, the innermost
   first, as the placements are nested.
 
-A dim that one axis cuts may be uneven: its shards are padded to one size, and the padding is cut off after a gather. A
-dim that several axes cut must divide, cut after cut. DTensor also allows nested uneven chunks (5 rows over 2 x 2 are
-2, 1, 1, 1), of which a flattened collective would join the wrong rows (of torch 2.13 it does): no plan makes them, and
-here they are refused.
+Shards of an uneven dim are padded to one size, and the padding is cut off after a gather. Several axes cut it into
+DTensor's nested chunks (5 rows over 2 x 2 are 2, 1, 1, 1), of which a flattened collective alone would join the wrong
+rows (in torch 2.13 it does): ``apply.nested`` puts them in order. What an inner axis has there depends on the axes
+further out, so that a gather over one of those takes the inner ones with it, to be cut anew. Blocks must divide.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Literal
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from lightning_autoparallel.apply.groups import Groups
+from lightning_autoparallel.apply.groups import Groups, rank_order
 from lightning_autoparallel.contracts import Placements, PlanAxis
-from lightning_autoparallel.fx.placements import cut_order, dim_of, fit_together, is_shard
+from lightning_autoparallel.fx.placements import can_be, can_become, cut_order, dim_of, divides, is_shard
 from lightning_autoparallel.torch_compat.sharding import split_factor_of
 
 StepKind = Literal["slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "spread"]
@@ -53,11 +53,13 @@ def plan_steps(shape: Sequence[int], source: Placements, target: Placements, gro
     cut anew. That moves more bytes, and is done where it takes fewer collectives.
     """
     for placements in (source, target):
-        assert fit_together(placements, groups.axes, shape), f"{placements} does not divide {list(shape)} evenly"
+        assert can_be(placements, groups.axes, shape), f"{placements} does not divide {list(shape)} into blocks"
     direct = _steps(shape, source, target, groups)
     if _collectives(direct) < 2:
         return direct
     between = _whole_where_outer_cuts_change(source, target)
+    if not can_be(between, groups.axes, shape):
+        return direct
     detour = _steps(shape, source, between, groups) + _steps(shape, between, target, groups)
     return detour if _collectives(detour) < _collectives(direct) else direct
 
@@ -144,7 +146,16 @@ class _Next:
         cut = [i for i in self._pending if is_shard(self._current[i])]
         whole = [i for i in cut if not is_shard(self._target[i]) or self._is_recut(i)]
         # Only axes that could not exchange their dims are left: one of them makes room for the others.
-        return self._together("all_gather", whole or cut[-1:], self._current)
+        return self._together("all_gather", self._with_inner_cuts(whole or cut[-1:]), self._current)
+
+    def _with_inner_cuts(self, positions: Sequence[int]) -> list[int]:
+        """``positions`` and the axes that cut the same uneven dims after them."""
+        found = set(positions)
+        for dim in {dim_of(self._current[i]) for i in positions}:
+            order = cut_order(self._current, dim)
+            if not divides(order, self._current, self._groups.axes, self._shape[dim]):
+                found |= set(order[min(order.index(i) for i in order if i in positions) :])
+        return sorted(found)
 
     def _spread(self) -> Step | None:
         """From one kind of partial value to another: each rank scales its own."""
@@ -168,10 +179,11 @@ class _Next:
         if not chosen:
             return None
         goal = self._target if kind == "reduce_scatter" else (Replicate(),) * len(self._current)
-        order, exact = _rank_order(chosen, cuts, self._groups.axes, self._shape)
+        order, exact = rank_order(chosen, cuts, self._groups.axes, self._shape)
         joined = self._groups.join(order, exact)
         if joined is None:
-            single = order[-1] if kind == "all_gather" else order[0]
+            ways = order[::-1] if kind == "all_gather" else order
+            single = next(i for i in ways if self._can_change({i: goal[i]}))
             joined = (single,), self._groups.axes[single]
         positions, axis = joined
         return self._make(kind, positions, axis, [goal[i] for i in positions])
@@ -185,7 +197,10 @@ class _Next:
         changes = {i: self._target[i] for i in positions}
         if not all(is_shard(placement) for placement in changes.values()):
             return False
-        return fit_together(_changed(self._current, changes), self._groups.axes, self._shape)
+        return self._can_change(changes)
+
+    def _can_change(self, changes: dict[int, Placement]) -> bool:
+        return can_become(self._current, _changed(self._current, changes), self._groups.axes, self._shape)
 
     def _cut_of_target(self, position: int) -> int:
         placement = self._target[position]
@@ -221,30 +236,3 @@ def _reduce_op(placement: Placement) -> str | None:
 
 def _changed(placements: Placements, changes: dict[int, Placement]) -> Placements:
     return tuple(changes.get(i, placement) for i, placement in enumerate(placements))
-
-
-def _rank_order(
-    positions: Sequence[int], cuts: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]
-) -> tuple[list[int], bool]:
-    """The order of ranks in which the parts of a tensor are, and whether that saves a copy that other orders need.
-
-    It does where the axes cut the same dim, each one all pieces of the one before, and nothing but single elements
-    comes before that dim: then the parts lie in memory in this order.
-    """
-    ascending = sorted(positions)
-    dims = {dim_of(cuts[i]) for i in positions} if cuts else set()
-    if len(dims) != 1:
-        return ascending, False
-    (dim,) = dims
-    order = [i for i in cut_order(cuts, dim) if i in positions]
-    return order, _touching(order, cuts, axes) and all(size == 1 for size in shape[:dim])
-
-
-def _touching(order: Sequence[int], cuts: Placements, axes: Sequence[PlanAxis]) -> bool:
-    """Whether no other cut, and no block, comes before or between those of ``order``."""
-    end = 1
-    for i in order:
-        if split_factor_of(cuts[i]) != end:
-            return False
-        end *= axes[i].size
-    return True

@@ -34,8 +34,11 @@ def _whole(shape: Sequence[int], step: Step, axes: Sequence[PlanAxis]) -> list[i
 
 def _slice(emitter: GraphEmitter, node: fx.Node, shape: Sequence[int], step: Step, axes: Sequence[PlanAxis]) -> fx.Node:
     (position,) = step.positions
-    parts = parts_of(_whole(shape, step, axes), step.after, step.positions, axes)
+    parts = parts_of(shape, _whole(shape, step, axes), step.after, step.positions, axes)
     dim = dim_of(step.after[position])
+    if dim in parts.nested:
+        start = parts.nested[dim].start_of(step.axis.rank)
+        return emitter.call(aten.slice.Tensor, parts.pad(emitter, node, dim), dim, start, start + parts.part[dim])
     if _is_one_block(parts, dim) and parts.whole == parts.padded:
         start = step.axis.rank * parts.part[dim]
         return emitter.call(aten.slice.Tensor, node, dim, start, start + parts.part[dim])
@@ -50,7 +53,7 @@ def _is_one_block(parts: Parts, dim: int) -> bool:
 def _reduce_scatter(
     emitter: GraphEmitter, node: fx.Node, shape: Sequence[int], step: Step, axes: Sequence[PlanAxis]
 ) -> fx.Node:
-    parts = parts_of(_whole(shape, step, axes), step.after, step.positions, axes)
+    parts = parts_of(shape, _whole(shape, step, axes), step.after, step.positions, axes)
     separated = emitter.view(parts.separate(emitter, node), [parts.ranks * parts.part[0], *parts.part[1:]])
     reduce_op, divisor = _reduction(step, axes)
     scattered = emitter.call(collectives.REDUCE_SCATTER, separated, reduce_op, step.axis.size, step.axis.group_name)
@@ -92,7 +95,7 @@ def _divided(emitter: GraphEmitter, node: fx.Node, divisor: int) -> fx.Node:
 def _all_gather(
     emitter: GraphEmitter, node: fx.Node, shape: Sequence[int], step: Step, axes: Sequence[PlanAxis]
 ) -> fx.Node:
-    parts = parts_of(_whole(shape, step, axes), step.before, step.positions, axes)
+    parts = parts_of(shape, _whole(shape, step, axes), step.before, step.positions, axes)
     gathered = emitter.call(collectives.ALL_GATHER, emitter.contiguous(node), step.axis.size, step.axis.group_name)
     return parts.join(emitter, emitter.call(collectives.WAIT, gathered))
 
@@ -101,11 +104,11 @@ def _all_to_all(
     emitter: GraphEmitter, node: fx.Node, shape: Sequence[int], step: Step, axes: Sequence[PlanAxis]
 ) -> fx.Node:
     """Cut the local part by the target, send each piece to its owner, and join the received ones by the source."""
-    pieces = parts_of(local_shape(shape, step.before, axes), step.after, step.positions, axes)
+    pieces = parts_of(shape, local_shape(shape, step.before, axes), step.after, step.positions, axes)
     flat = emitter.view(pieces.separate(emitter, node), [pieces.ranks * math.prod(pieces.part)])
     equal = [math.prod(pieces.part)] * step.axis.size
     received = emitter.call(collectives.ALL_TO_ALL, flat, equal, equal, step.axis.group_name)
-    joined = parts_of(local_shape(shape, step.after, axes), step.before, step.positions, axes)
+    joined = parts_of(shape, local_shape(shape, step.after, axes), step.before, step.positions, axes)
     return joined.join(emitter, emitter.call(collectives.WAIT, received))
 
 

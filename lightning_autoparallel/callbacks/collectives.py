@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import lightning
@@ -11,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 
+from lightning_autoparallel.callbacks.launches import LaunchHistory, StepLaunches, steps_table
 from lightning_autoparallel.callbacks.plan_report import ReportingStrategy, reporting_strategy
 from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, print_table
 
@@ -20,8 +20,9 @@ _TRAINING_STEP = "training_step"
 class CollectiveMonitor(Callback):
     """Logs ``autoparallel/launches/<axes>`` and ``autoparallel/launches/total``: measured launches of a training step.
 
-    After the first epoch of a fit, rank 0 prints them beside the launches predicted from the final graphs. A difference
-    between the two is warned about once.
+    Beside them it logs ``autoparallel/predicted_launches/...``: those in the final graphs of the captured variant that
+    ran. After the first epoch of a fit, rank 0 prints both, step by step. A difference between the two is warned about
+    as soon as it is seen, once for every group.
 
     Args:
         history: how many steps ``launches`` remembers.
@@ -33,8 +34,9 @@ class CollectiveMonitor(Callback):
     def __init__(self, history: int = 1000) -> None:
         self._history: deque[dict[str, int]] = deque(maxlen=history)
         self._axes: dict[str, None] = {}
+        self._steps = LaunchHistory()
         self._printed = False
-        self._warned = False
+        self._warned: set[str] = set()
 
     @property
     def launches(self) -> list[dict[str, int]]:
@@ -49,21 +51,24 @@ class CollectiveMonitor(Callback):
         """Start anew for every fit."""
         self._history.clear()
         self._axes.clear()
-        self._printed = self._warned = False
+        self._steps = LaunchHistory()
+        self._printed = False
+        self._warned.clear()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Remember, log and check the launches of the step that just ran."""
         strategy = reporting_strategy(trainer, self)
-        measured = dict(strategy.measured_launches)
+        measured, predicted = dict(strategy.measured_launches), strategy.predicted_launches
         self._history.append(measured)
-        self._axes.update(dict.fromkeys(measured))
+        self._axes.update(dict.fromkeys((*predicted, *measured)))
         # Axes that this step did not use are logged as 0: Lightning would repeat their last value.
-        metrics = {axes: measured.get(axes, 0) for axes in self._axes} | {"total": sum(measured.values())}
-        for name, count in metrics.items():
-            pl_module.log(f"autoparallel/launches/{name}", float(count), on_step=True, on_epoch=False, batch_size=1)
-        self._check(strategy, measured)
+        for kind, counts in (("launches", measured), ("predicted_launches", predicted)):
+            metrics = {axes: counts.get(axes, 0) for axes in self._axes} | {"total": sum(counts.values())}
+            for name, count in metrics.items():
+                pl_module.log(f"autoparallel/{kind}/{name}", float(count), on_step=True, on_epoch=False, batch_size=1)
+        self._check(self._steps.add(predicted, measured))
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Print the table, once per fit."""
@@ -72,29 +77,17 @@ class CollectiveMonitor(Callback):
         self._printed = True
         if trainer.is_global_zero:
             print_table(_launch_table(reporting_strategy(trainer, self)))
+            print_table(steps_table(self._steps))
 
-    def _check(self, strategy: ReportingStrategy, measured: Mapping[str, int]) -> None:
-        predicted = _predicted(strategy)
-        if self._warned or predicted is None:
-            return
-        differing = [
-            f"{axes}: {measured.get(axes, 0)} measured, {predicted.get(axes, 0)} predicted"
-            for axes in {**predicted, **measured}
-            if measured.get(axes, 0) != predicted.get(axes, 0)
-        ]
+    def _check(self, step: StepLaunches) -> None:
+        differing = {axes: text for axes, text in step.differing().items() if axes not in self._warned}
         if differing:
-            self._warned = True
+            self._warned.update(differing)
             rank_zero_warn(
-                "a training step did not launch the collectives counted in its final graphs ("
-                + "; ".join(differing)
-                + "): "
-                "another captured variant of the step ran, or other code communicates in these groups during the step"
+                f"training step {step.first} did not launch the collectives counted in its final graphs ("
+                + "; ".join(differing.values())
+                + "): other code communicates in these groups during the step"
             )
-
-
-def _predicted(strategy: ReportingStrategy) -> dict[str, int] | None:
-    report = strategy.reports.get(_TRAINING_STEP)
-    return None if report is None else report.launches()
 
 
 def _launch_table(strategy: ReportingStrategy) -> Table:
@@ -108,7 +101,7 @@ def _launch_table(strategy: ReportingStrategy) -> Table:
         for graph, kind, axes, counted in collective_rows(report):
             table.add_row(name, graph, kind, axes, str(counted.count), format_bytes(counted.size_bytes), "")
         table.add_section()
-    measured, predicted = strategy.measured_launches, _predicted(strategy) or {}
+    measured, predicted = strategy.measured_launches, strategy.predicted_launches
     for axes in {**predicted, **measured}:
         counts = str(predicted.get(axes, 0)), _size(strategy, axes), str(measured.get(axes, 0))
         table.add_row(_TRAINING_STEP, "all", "all", axes, *counts)

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from lightning_autoparallel.callbacks.tables import format_bytes, make_table
 from lightning_autoparallel.contracts import CollectiveCount, ModuleReport, ParameterReport, PlanReport
-from lightning_autoparallel.fx.nodes import block_of, kind_of
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.nodes import kind_of
 
 _STEP = "(the step itself)"
 _ITSELF = "(itself)"
@@ -34,7 +35,7 @@ def kinds(report: PlanReport) -> Iterator[KindBytes]:
     paths = dict.fromkeys((*(module.path for module in report.modules), *owners))
     by_block: dict[str, dict[str, list[str]]] = {}
     for path in paths:
-        block = block_of(path)
+        block = fxn.block_of(path)
         group = kind_of(path if block is None else block)
         by_block.setdefault(group, {}).setdefault(kind_of(path), []).append(path)
     for group, members in by_block.items():
@@ -54,12 +55,12 @@ def _one_kind(report: PlanReport, kind: str, paths: list[str]) -> KindBytes:
 
 def _whole_block(report: PlanReport, kind: str) -> KindBytes:
     def inside(path: str) -> bool:
-        block = block_of(path)
+        block = fxn.block_of(path)
         return block is not None and kind_of(block) == kind
 
     parameters = {name: parameter for name, parameter in report.parameters.items() if inside(name)}
     saved = [module for module in report.modules if inside(module.path)]
-    blocks = {block_of(path) for path in (*parameters, *(module.path for module in saved))}
+    blocks = {fxn.block_of(path) for path in (*parameters, *(module.path for module in saved))}
     return _row(kind, len(blocks), "", list(parameters.values()), saved)
 
 
@@ -130,7 +131,7 @@ def block_collectives(report: PlanReport) -> Iterator[tuple[str, str, str, str, 
     counts: dict[tuple[str, str, str, str], CollectiveCount] = {}
     blocks: dict[str, set[str]] = {}
     for module in report.modules:
-        block = block_of(module.path)
+        block = fxn.block_of(module.path)
         if block is None:
             continue
         blocks.setdefault(kind_of(block), set()).add(block)

@@ -42,12 +42,15 @@ def memory_probe(device: torch.device) -> MemoryProbe:
         _reset_process_peak()
         _process_peak_bytes()
     except (OSError, LookupError):
-        return MemoryProbe(label="process peak since start", reset=lambda: None, peak_bytes=_peak_bytes_since_start)
+        return MemoryProbe(label="process peak since start", reset=lambda: None, peak_bytes=peak_bytes_since_start)
     return MemoryProbe(label="process peak per step", reset=_reset_process_peak, peak_bytes=_process_peak_bytes)
 
 
 class PeakMemoryMonitor(Callback):
     """Logs ``autoparallel/peak_memory_bytes``: the largest peak of the steps since the last log, of all ranks.
+
+    Where there is a prediction, ``autoparallel/predicted_peak_memory_bytes`` is logged beside it. It counts what the
+    step's graphs keep alive, but neither parameter shards nor optimizer state, which a measured peak has besides.
 
     Works with any strategy. After the first epoch of a fit, rank 0 prints the epoch's peak, labelled with how it was
     measured, beside the predicted one where there is one. It resets the peak counter at the start of every step: CUDA's
@@ -93,6 +96,11 @@ class PeakMemoryMonitor(Callback):
             # float32, Lightning's choice for a plain number, has too few digits for bytes
             value = torch.tensor(_max_over_ranks(self._unlogged_bytes, trainer), dtype=torch.float64)
             pl_module.log("autoparallel/peak_memory_bytes", value, on_step=True, on_epoch=False, batch_size=1)
+            predicted_bytes = _predicted_bytes(trainer.strategy)
+            if predicted_bytes is not None:
+                value = torch.tensor(predicted_bytes, dtype=torch.float64)
+                name = "autoparallel/predicted_peak_memory_bytes"
+                pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
             self._unlogged_bytes = 0
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -104,7 +112,8 @@ class PeakMemoryMonitor(Callback):
         if not trainer.is_global_zero:
             return
         predicted_bytes = _predicted_bytes(trainer.strategy)
-        table = make_table("Peak memory of training steps, largest of all ranks", ("",), ("peak",))
+        caption = None if predicted_bytes is None else "predicted: all alive but parameter shards and optimizer state"
+        table = make_table("Peak memory of training steps, largest of all ranks", ("",), ("peak",), caption=caption)
         table.add_row(f"measured: {self.label}", format_bytes(peak_bytes))
         if predicted_bytes is not None:
             table.add_row("predicted", format_bytes(predicted_bytes))
@@ -134,6 +143,7 @@ def _process_peak_bytes() -> int:
     return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
-def _peak_bytes_since_start() -> int:
+def peak_bytes_since_start() -> int:
+    """The most physical memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -31,6 +31,10 @@ class ReportingStrategy(Protocol):
         """Collectives that the last training step launched, by mesh axes; empty before the first one."""
 
     @property
+    def predicted_launches(self) -> Mapping[str, int]:
+        """Collectives in the final graphs of the training step that ran last, by mesh axes; empty before the first."""
+
+    @property
     def process_group_backend(self) -> str | None:
         """``nccl``, ``gloo`` or one per device type."""
 
@@ -119,12 +123,15 @@ def format_report(report: PlanReport) -> str:
     }
     width = max(len(name) for name in facts)
     lines = [report.graph, "", *(f"{name:<{width}}  {value}" for name, value in facts.items()), ""]
-    tables = [collectives_table(report), blocks_table(report), kinds_table(report), passes_table(report)]
-    if report.predictions:
-        tables += [largest_table(report), times_table(report)]
     notes = [f"{done.name}: {note}" for done in report.passes for note in done.notes]
-    rendered = [render_table(table) + "\n" for table in tables]
+    rendered = [render_table(table) + "\n" for table in report_tables(report)]
     return "\n".join([*lines, *rendered, *predicted_lines(report), *notes, *report.notes]) + "\n"
+
+
+def report_tables(report: PlanReport) -> list[Table]:
+    """All tables of a report, in the order in which they are shown."""
+    tables = [collectives_table(report), blocks_table(report), kinds_table(report), passes_table(report)]
+    return tables + ([largest_table(report), times_table(report)] if report.predictions else [])
 
 
 def collectives_table(report: PlanReport) -> Table:

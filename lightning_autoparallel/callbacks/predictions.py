@@ -64,7 +64,7 @@ def predicted_lines(report: PlanReport) -> list[str]:
     time_us = report.step_time_us
     if time_us is None:
         return []
-    exposed_us = sum(report.predictions[name].exposed_us for name in _step_graphs(report))
+    exposed_us = sum(report.predictions[name].exposed_us for name in report.step_graphs)
     halves = "forward and backward" if "backward" in report.predictions else "one graph"
     lines = [
         f"predicted step ({halves}): {format_time(time_us)}, of it exposed communication {format_time(exposed_us)} "
@@ -76,10 +76,6 @@ def predicted_lines(report: PlanReport) -> list[str]:
         shown = "" if tokens is None else f"{tokens:,.0f} tokens, "
         lines.append(f"predicted throughput per second and device: {shown}{samples:,.4g} samples")
     return [*lines, f"assumed: {_assumptions(report.hardware)}"]
-
-
-def _step_graphs(report: PlanReport) -> list[str]:
-    return [name for name in report.collectives if name != "inference"] or ["inference"]
 
 
 def _assumptions(hardware: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ of them is a call of ``aten.alias`` annotated with ``edge``: ``"outputs:layers.0
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autoparallel.capture.sources import user_line
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, closest
 from lightning_autoparallel.torch_compat.constants import is_constant
 from lightning_autoparallel.torch_compat.edges import EDGE
 from lightning_autoparallel.torch_compat.tracing import annotate_nodes
@@ -37,8 +36,8 @@ def check_edges(module: nn.Module, edges: Edges) -> None:
     paths = [path for path, _ in module.named_modules() if path]
     for kind, pattern in edges:
         if not any(fnmatchcase(path, pattern) for path in paths):
-            nearest = difflib.get_close_matches(pattern, paths, n=1, cutoff=0)
-            hint = f"nearest: {nearest[0]}" if nearest else "the module has no submodules"
+            nearest = closest(pattern, paths, cutoff=0)
+            hint = f"nearest: {nearest}" if nearest else "the module has no submodules"
             raise ConfigError(f"rule '{kind}:{pattern}' matches no module; {hint}")
 
 

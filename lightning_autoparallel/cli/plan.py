@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
-from lightning_autoparallel.callbacks.kinds import blocks_table, kinds_table
-from lightning_autoparallel.callbacks.plan_report import collectives_table
-from lightning_autoparallel.callbacks.predictions import largest_table, passes_table, predicted_lines, times_table
+from lightning_autoparallel.callbacks.memory import peak_bytes_since_start
+from lightning_autoparallel.callbacks.plan_report import report_tables
+from lightning_autoparallel.callbacks.predictions import predicted_lines
 from lightning_autoparallel.callbacks.tables import format_bytes, print_table
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
@@ -99,10 +97,7 @@ def print_report(report: PlanReport, seconds: float) -> None:
     """Print a report to standard output, and after it how long this process took and how much memory it needed."""
     mesh = ", ".join(f"{axis}: {size}" for axis, size in report.mesh.items())
     print(f"{report.graph} on mesh {{{mesh}}}, plan {report.plan}\n")
-    tables = [collectives_table(report), passes_table(report), blocks_table(report), kinds_table(report)]
-    if report.predictions:
-        tables += [largest_table(report), times_table(report)]
-    for table in tables:
+    for table in report_tables(report):
         print_table(table)
         print()
     for line in predicted_lines(report):
@@ -113,9 +108,4 @@ def print_report(report: PlanReport, seconds: float) -> None:
     # on a machine that others use, too, wall seconds say little
     passes = sum(done.seconds for done in report.passes)
     print(f"passes alone {passes:.2f} s; CPU time of this process, its imports included, {time.process_time():.2f} s")
-    print(f"{stages}; in all {seconds:.2f} s, peak host memory {format_bytes(_peak_host_bytes())}")
-
-
-def _peak_host_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    print(f"{stages}; in all {seconds:.2f} s, peak host memory {format_bytes(peak_bytes_since_start())}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 SUFFIX = ".yaml"
@@ -48,7 +47,6 @@ def _is_no_path(value: str) -> bool:
 
 
 def _not_found(value: str, name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, known, opening=" Did you mean")
     listed = ", ".join(known) or "none"
     return f"no config file and no recipe is named {value!r}.{hint} Recipes: {listed}. Or give the path of a YAML file."

@@ -17,15 +17,8 @@ from lightning_autoparallel.fx import nodes as fxn
 
 aten = torch.ops.aten
 
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
-}
 MATMULS = {aten.mm.default, aten.addmm.default, aten.convolution.default}
-_HEAVY = ATTENTION | MATMULS | {aten.bmm.default, aten.baddbmm.default}
+_PRODUCTS = MATMULS | {aten.bmm.default, aten.baddbmm.default}
 
 _ALIKE = 0.5  # siblings share at least this part of their submodules' names
 _MOST = 0.75  # inner entries with this part of the heavy operators make the outer entries stages
@@ -33,10 +26,10 @@ _MOST = 0.75  # inner entries with this part of the heavy operators make the out
 
 def find_blocks(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     """The path of its block for every node that is in one."""
-    paths = {node: path for node in nodes if (path := fxn.custom(node, "module"))}
+    paths = {node: path for node in nodes if (path := fxn.module_path(node))}
     entries = _entries(dict.fromkeys(paths.values()))
-    heavy = Counter(path for node, path in paths.items() if node.target in _HEAVY)
-    attention = Counter(path for node, path in paths.items() if node.target in ATTENTION)
+    attention = Counter(path for node, path in paths.items() if fxn.is_attention(node))
+    heavy = attention + Counter(path for node, path in paths.items() if node.target in _PRODUCTS)
     stages = {entry for entry in entries if _is_stage(entry, entries, heavy, attention)}
     found = {path: _block_of(path, entries - stages) for path in dict.fromkeys(paths.values())}
     return {node: block for node, path in paths.items() if (block := found[path]) is not None}

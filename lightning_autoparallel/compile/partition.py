@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -15,24 +17,32 @@ def partition_graph(
     sharded: ShardedGraph,
     reshard_after_forward: bool = True,
     activation_checkpointing: str | CheckpointFunction = "none",
+    warn: Callable[[str], None] = lambda message: None,
 ) -> PartitionedGraph:
     """Split ``sharded`` in two; without a backward the forward is the whole graph.
 
     The backward recomputes free views, the user's checkpoint regions, what ``activation_checkpointing`` says and, with
     ``reshard_after_forward``, every parameter gather with the whole chain before and after it, so that nothing that
     holds gathered data is saved. Random draws are never repeated. Each recomputed value is made right before the
-    backward first reads it: of checkpointed blocks one at a time is alive.
+    backward first reads it: of checkpointed blocks one at a time is alive. ``warn`` is told where a policy's name finds
+    nothing to recompute.
 
     Raises:
         ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.
     """
     if not sharded.has_backward:
         return PartitionedGraph(sharded=sharded, forward=sharded.graph_module, backward=None)
-    return _Partition(sharded, reshard_after_forward, activation_checkpointing).split()
+    return _Partition(sharded, reshard_after_forward, activation_checkpointing, warn).split()
 
 
 class _Partition:
-    def __init__(self, sharded: ShardedGraph, reshard_after_forward: bool, policy: str | CheckpointFunction) -> None:
+    def __init__(
+        self,
+        sharded: ShardedGraph,
+        reshard_after_forward: bool,
+        policy: str | CheckpointFunction,
+        warn: Callable[[str], None],
+    ) -> None:
         self._sharded = sharded
         self._nodes = list(sharded.graph_module.graph.nodes)
         (output,) = [node for node in self._nodes if node.op == "output"]
@@ -48,7 +58,7 @@ class _Partition:
         self._forward |= {node for node in self._nodes if fxn.is_getitem(node) and node.args[0] in self._forward}
         calls = [node for node in self._nodes if node in self._forward]
         parameters = [node for node, item in by_input if item.kind == "parameter"]
-        self._decisions = decide(calls, parameters, reshard_after_forward, policy)
+        self._decisions = decide(calls, parameters, reshard_after_forward, policy, warn)
 
     def split(self) -> PartitionedGraph:
         """The two graphs; the forward returns its results, then the saved values that are not inputs."""

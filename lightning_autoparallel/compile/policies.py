@@ -6,16 +6,15 @@ recomputing one block never starts with another.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from torch import fx
 
-from lightning_autoparallel.compile.blocks import ATTENTION, MATMULS
+from lightning_autoparallel.compile.blocks import MATMULS
 from lightning_autoparallel.contracts import CheckpointFunction, NodeInfo, Wish
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat import collectives
 
@@ -43,6 +42,26 @@ def wishes_of(policy: str | CheckpointFunction, forward: Forward, asked: Iterabl
         return {node: _answer(policy, node, forward) for node in asked}
     recomputed = _by_name(policy, forward)
     return {node: "prefer_recompute" if node in recomputed else "save" for node in asked}
+
+
+def why_idle(policy: str | CheckpointFunction, blocks: Sequence[str]) -> str | None:
+    """What to tell the user of a named policy that recomputes none of these blocks, and so saves everything."""
+    if callable(policy) or policy == "none":
+        return None
+    idle = f"activation_checkpointing={policy!r} has no effect"
+    if not blocks:
+        return (
+            f"{idle}: it recomputes blocks, repeated modules like model.layers.0 and model.layers.1, and the step has "
+            "none; put repeated modules into an nn.ModuleList or nn.Sequential, give a function, which is asked about "
+            "every operator, or call torch.utils.checkpoint in the model"
+        )
+    every = int(policy.partition(":")[2] or 1)
+    if every > len(blocks):
+        return (
+            f"{idle}: the step has {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}); give 'layer:N' with N of at "
+            f"most {len(blocks)}, or 'full'"
+        )
+    return None
 
 
 def _by_name(policy: str, forward: Forward) -> set[fx.Node]:
@@ -73,7 +92,7 @@ def _kept_by_selective(forward: Forward) -> set[fx.Node]:
         block = forward.blocks.get(node)
         if block is None:
             continue
-        if node.target in ATTENTION or _is_reduced(node):
+        if fxn.is_attention(node) or _is_reduced(node):
             kept.add(node)
         elif node.target in MATMULS:
             matmuls[block] = matmuls.get(block, 0) + 1
@@ -130,11 +149,9 @@ def _answer(function: CheckpointFunction, node: fx.Node, forward: Forward) -> Wi
     answer: Any = function(_info(node, forward))
     if answer in get_args(Wish):
         return answer  # type: ignore[no-any-return]
-    nearest = difflib.get_close_matches(str(answer), get_args(Wish), n=1)
-    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
     raise ConfigError(
         f"activation_checkpointing: the function gave {answer!r} for {fxn.describe(node)} ({node.target}); "
-        f"it must give {', '.join(map(repr, get_args(Wish)))}{hint}"
+        f"it must give {', '.join(map(repr, get_args(Wish)))}{did_you_mean(answer, get_args(Wish))}"
     )
 
 
@@ -143,7 +160,7 @@ def _info(node: fx.Node, forward: Forward) -> NodeInfo:
     return NodeInfo(
         name=node.name,
         op=str(node.target),
-        module=fxn.custom(node, "module") or "",
+        module=fxn.module_path(node) or "",
         block=forward.blocks.get(node),
         shape=tuple(tensors[0].shape) if tensors else (),
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",

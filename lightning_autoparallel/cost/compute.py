@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.cost.flops import is_attention, node_flops
+from lightning_autoparallel.cost.flops import node_flops
 from lightning_autoparallel.cost.fusion import call_kind, graph_traffic, node_traffic
 from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.fx import nodes as fxn
@@ -50,7 +50,7 @@ def _time_us(node: fx.Node, size_bytes: int, hardware: HardwareSpec) -> float:
 
 
 def _achieved_tflops(node: fx.Node, hardware: HardwareSpec) -> float:
-    fraction = hardware.attention_fraction if is_attention(node) else hardware.matmul_fraction
+    fraction = hardware.attention_fraction if fxn.is_attention(node) else hardware.matmul_fraction
     return hardware.peak_of(_dtype(node)) * fraction
 
 

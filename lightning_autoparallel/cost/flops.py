@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from lightning_autoparallel.torch_compat.operators import named_arguments
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
+from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 
 def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -26,21 +27,16 @@ def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return int(flop_registry[packet](*args, **kwargs, out_val=result))
 
 
-def is_attention(node: fx.Node) -> bool:
-    """Whether the node is fused attention, forward or backward."""
-    return str(node.target).startswith("aten._scaled_dot_product_")
-
-
 def counts_flops(node: fx.Node) -> bool:
     """Whether the node is of those that FLOPs may bound: products, convolutions, attention."""
     is_product = node.target in (torch.ops.aten.einsum.default, WIDE_PRODUCT)
-    return is_product or is_attention(node) or getattr(node.target, "overloadpacket", None) in flop_registry
+    return is_product or fxn.is_attention(node) or getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def node_flops(node: fx.Node) -> int:
     """FLOPs of a call on the shapes of ``meta["val"]``; causal attention skips the masked half."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    if is_attention(node):
+    if fxn.is_attention(node):
         return _attention_flops(str(node.target), named_arguments(node.target, args, kwargs))
     return operator_flops(node.target, args, kwargs, node.meta["val"])
 

@@ -29,8 +29,8 @@ from torch import Tensor, fx
 from lightning_autoparallel.cost.operators import FREE, FUSED, LOOKUPS, REDUCTIONS
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.torch_compat.operators import named_arguments
 from lightning_autoparallel.torch_compat.rank_operators import NAMESPACE
+from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 CallKind = Literal["free", "fused", "kernel", "collective"]
 

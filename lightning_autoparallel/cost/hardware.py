@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
 
@@ -245,7 +244,7 @@ def hardware_named(name: str) -> HardwareSpec:
         ConfigError: there is none of this name.
     """
     if name not in HARDWARE:
-        raise ConfigError(f"unknown hardware {name!r}: known are {', '.join(HARDWARE)}{_hint(name, HARDWARE)}")
+        raise ConfigError(f"unknown hardware {name!r}: known are {', '.join(HARDWARE)}{did_you_mean(name, HARDWARE)}")
     return HARDWARE[name]
 
 
@@ -272,7 +271,7 @@ def hardware_from(given: str | Mapping[str, Any] | HardwareSpec) -> HardwareSpec
 def _changed(base: HardwareSpec, key: str, value: Any) -> Any:
     known = [field.name for field in fields(base)]
     if key not in known:
-        raise ConfigError(f"hardware has no key {key!r}: keys are {', '.join(known)}{_hint(key, known)}")
+        raise ConfigError(f"hardware has no key {key!r}: keys are {', '.join(known)}{did_you_mean(key, known)}")
     now = getattr(base, key)
     if isinstance(now, LinkSpec):
         return _changed_link(now, key, value)
@@ -285,7 +284,9 @@ def _changed_link(link: LinkSpec, key: str, value: Any) -> LinkSpec:
     known = [field.name for field in fields(link)]
     for name in _mapping(key, value):
         if name not in known:
-            raise ConfigError(f"hardware: {key} has no key {name!r}: keys are {', '.join(known)}{_hint(name, known)}")
+            raise ConfigError(
+                f"hardware: {key} has no key {name!r}: keys are {', '.join(known)}{did_you_mean(name, known)}"
+            )
     return replace(link, **value)
 
 
@@ -293,8 +294,3 @@ def _mapping(key: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"hardware: {key} is {value!r}, but must be a mapping")
     return value
-
-
-def _hint(name: str, known: Any) -> str:
-    nearest = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -14,25 +14,12 @@ from itertools import accumulate
 
 from torch import fx
 
+from lightning_autoparallel.contracts import MemoryShare
 from lightning_autoparallel.cost.storage import GraphStorages, Storage, resolve_storages, rounded
 from lightning_autoparallel.fx import nodes as fxn
 
 # All-reduces and broadcasts work on a copy of their input, made when they start: it is their output.
 READ_WHILE_RUNNING = {"all_gather", "reduce_scatter", "all_to_all", "permute"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contributor:
-    """A storage alive at the peak: who made it, its bytes, what it is to the graph, and the module it belongs to.
-
-    ``kind`` is that of an input or a result where it is one (``batch``, ``saved``, ``gradient``, ...), else
-    ``collective`` or ``value``.
-    """
-
-    name: str
-    size_bytes: int
-    kind: str
-    module: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +29,7 @@ class MemoryTimeline:
     live_bytes: tuple[int, ...]
     peak_bytes: int
     peak_node: str
-    contributors: tuple[Contributor, ...]
+    contributors: tuple[MemoryShare, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +46,7 @@ class Surroundings:
     same: Mapping[str, Storage] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     results: Sequence[str] = ()
-    outside: Sequence[Contributor] = ()
+    outside: Sequence[MemoryShare] = ()
 
 
 def predict_memory(
@@ -163,12 +150,12 @@ class _Timeline:
             changes[end + 1] -= size
         return list(accumulate(changes))[: len(self._nodes)]
 
-    def _contributor(self, index: int) -> Contributor:
+    def _contributor(self, index: int) -> MemoryShare:
         storage = self._storages.storages[index]
         node = storage.node
-        return Contributor(
+        return MemoryShare(
             name=storage.name,
             size_bytes=rounded(storage.size_bytes, self._allocation),
             kind=self._kinds.get(index) or ("collective" if fxn.collective_kind(node) else "value"),
-            module=fxn.custom(node, "module") or "",
+            module=fxn.module_path(node) or "",
         )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lightning_autoparallel.contracts import PartitionedGraph
-from lightning_autoparallel.cost.liveness import Contributor, MemoryTimeline, Surroundings, predict_memory
+from lightning_autoparallel.contracts import MemoryShare, PartitionedGraph
+from lightning_autoparallel.cost.liveness import MemoryTimeline, Surroundings, predict_memory
 from lightning_autoparallel.cost.storage import Storage, resolve_storages, rounded
 from lightning_autoparallel.fx import nodes as fxn
 
-__all__ = ["Contributor", "MemoryTimeline", "StepMemory", "predict_memory", "predict_step_memory", "surroundings_of"]
+__all__ = ["MemoryTimeline", "StepMemory", "predict_memory", "predict_step_memory", "surroundings_of"]
 
 _OWNED_BY_CALLER = {"batch", "buffer", "constant"}
 _KEPT_BY_CALLER = {"output", "log"}
@@ -143,7 +143,7 @@ class _Handover:
         return [self._storages.storages[index] for index in indices]
 
 
-def _contributor(storage: Storage, kind: str, allocation_bytes: int) -> Contributor:
-    module = fxn.custom(storage.node, "module") or ""
+def _contributor(storage: Storage, kind: str, allocation_bytes: int) -> MemoryShare:
+    module = fxn.module_path(storage.node) or ""
     size = rounded(storage.size_bytes, allocation_bytes)
-    return Contributor(name=storage.name, size_bytes=size, kind=kind, module=module)
+    return MemoryShare(name=storage.name, size_bytes=size, kind=kind, module=module)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import CollectiveCount
 from lightning_autoparallel.torch_compat import collectives, rank_operators
+from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 aten = torch.ops.aten
 
@@ -40,15 +41,6 @@ _RANDOM_OPS = _RANDOM_FACTORIES | {
     aten.uniform.default,
     aten.normal_functional.default,
     aten.exponential.default,
-}
-
-
-# Fused attention draws a mask when its dropout is not 0.
-_DROPOUT_ARGUMENT = {
-    aten._scaled_dot_product_flash_attention.default: 3,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-    aten._scaled_dot_product_efficient_attention.default: 5,
-    aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 
 # Views that show all of their input: computing one again costs nothing and keeps no more memory alive.
@@ -111,10 +103,16 @@ def group_of(node: fx.Node) -> str:
 
 def is_random(node: fx.Node) -> bool:
     """Whether running the node twice gives two results."""
-    position = _DROPOUT_ARGUMENT.get(node.target)  # type: ignore[call-overload]
-    if position is not None and len(node.args) > position and node.args[position]:
-        return True
+    if is_attention(node):
+        # Its forward draws a mask when its dropout is not 0, its backward is given that mask's seed.
+        draws = bool(named_arguments(node.target, node.args, node.kwargs).get("dropout_p"))
+        return draws and "_backward" not in str(node.target)
     return node.target in _RANDOM_OPS
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is fused attention, forward or backward."""
+    return str(node.target).startswith("aten._scaled_dot_product_")
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -184,6 +182,16 @@ def with_ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] | 
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found
+
+
+def parameter_of(calls: Iterable[fx.Node], parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For the parameters, and every call among ``calls`` that depends on one of them and nothing else, which it is."""
+    origin = {node: node for node in parameters}
+    for node in calls:
+        sources = {origin.get(argument) for argument in node.all_input_nodes}
+        if len(sources) == 1 and (source := sources.pop()) is not None:
+            origin[node] = source
+    return origin
 
 
 def values(node: fx.Node) -> list[Tensor | None]:

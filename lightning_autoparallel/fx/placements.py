@@ -52,17 +52,53 @@ def cut_order(placements: Placements, dim: int) -> list[int]:
 
 def fit_together(placements: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]) -> bool:
     """Whether each dim that several axes cut falls into even parts, cut after cut; ``placements`` are explicit."""
-    for dim, size in enumerate(shape):
-        order = cut_order(placements, dim)
-        if len(order) < 2:
-            continue
-        end = 1
-        for k in order:
-            factor = split_factor_of(placements[k])
-            if factor % end:
-                return False
-            end = factor * axes[k].size
-        if size % end:
+    orders = [cut_order(placements, dim) for dim in range(len(shape))]
+    return all(
+        len(order) < 2 or divides(order, placements, axes, size) for order, size in zip(orders, shape, strict=True)
+    )
+
+
+def divides(order: Sequence[int], cuts: Placements, axes: Sequence[PlanAxis], size: int) -> bool:
+    """Whether the axes at positions ``order``, the first cut first, cut a dim of ``size`` into even parts."""
+    end = 1
+    for i in order:
+        factor = split_factor_of(cuts[i])
+        if factor % end:
+            return False
+        end = factor * axes[i].size
+    return size % end == 0
+
+
+def touch(order: Sequence[int], cuts: Placements, axes: Sequence[PlanAxis]) -> bool:
+    """Whether no other cut, and no block, comes before or between those of ``order``: the cuts are nested."""
+    end = 1
+    for i in order:
+        if split_factor_of(cuts[i]) != end:
+            return False
+        end *= axes[i].size
+    return True
+
+
+def can_be(placements: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]) -> bool:
+    """Whether each dim falls into even parts or into nested chunks (``fx.chunks``); ``placements`` are explicit."""
+    orders = [cut_order(placements, dim) for dim in range(len(shape))]
+    return all(
+        divides(order, placements, axes, size) or touch(order, placements, axes)
+        for order, size in zip(orders, shape, strict=True)
+    )
+
+
+def can_become(before: Placements, after: Placements, axes: Sequence[PlanAxis], shape: Sequence[int]) -> bool:
+    """Whether the dims that axes stop or start to cut fall into even parts before and after, or into nested chunks.
+
+    Which rows an inner axis cuts depends on the axes further out where a dim is uneven: those can neither come nor go.
+    """
+    changed = [sides for sides in zip(before, after, strict=True) if sides[0] != sides[1]]
+    for dim in {dim_of(placement) for sides in changed for placement in sides if is_shard(placement)}:
+        sides = [(cut_order(side, dim), side) for side in (before, after)]
+        if not all(divides(order, side, axes, shape[dim]) for order, side in sides) and not all(
+            touch(order, side, axes) for order, side in sides
+        ):
             return False
     return True
 

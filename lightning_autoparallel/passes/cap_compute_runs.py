@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.passes.bucketing.moves import hoist
+from lightning_autoparallel.passes.bucketing.moves import hoist, moving_with
 from lightning_autoparallel.passes.scheduling.calls import is_heavy
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE, runs_between_reductions
 
@@ -18,7 +18,7 @@ def cap_compute_runs(graph: fx.Graph, *, max_consecutive: int = 8) -> tuple[str,
     """Start gradients' reductions sooner where more than ``max_consecutive`` heavy calls now run ahead of them.
 
     Runs that were that long before they were ordered may stay as long as they were. What a reduction itself needs
-    stays ahead of it.
+    stays ahead of it, and a reduction that needs a random call of the run stays where it is.
     """
     longest = started = over = 0
     left: list[fx.Node] = []  # what the reduction ahead was moved past
@@ -44,8 +44,10 @@ def _start_sooner(reduction: fx.Node, run: list[fx.Node], allowed: int) -> list[
             break
         if node not in needed:
             left.append(node)
-    if left:
-        hoist(reduction, left[-1])
+    # A random call draws what the one before it left: it may not pass another.
+    if not left or any(map(fxn.is_random, moving_with(reduction, left[-1]))):
+        return []
+    hoist(reduction, left[-1])
     return left[::-1]
 
 

@@ -53,13 +53,8 @@ def _results(graph: fx.Graph) -> list[Any]:
 
 def _parameter_gathers(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
     """The all-gathers of what is computed from one parameter and nothing else, alike each time."""
-    origin: dict[fx.Node, fx.Node] = {node: node for node in parameters}
-    for node in graph.nodes:
-        sources = {origin.get(argument) for argument in node.all_input_nodes}
-        if node.op == "call_function" and len(sources) == 1 and not fxn.is_random(node):
-            source = sources.pop()
-            if source is not None:
-                origin[node] = source
+    repeatable = (node for node in graph.nodes if node.op == "call_function" and not fxn.is_random(node))
+    origin = fxn.parameter_of(repeatable, parameters)
     return [node for node in origin if fxn.collective_kind(node) == "all_gather"]
 
 

@@ -27,6 +27,7 @@ from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_rows, check_same_step
+from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
@@ -174,23 +175,9 @@ class StepEngine:
 
     def _distribute(self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor]) -> StepResult:
         captured = variant.step.captured
-        items = [item for item in captured.outputs if item.kind != "gradient"]
-        outputs: dict[int, Tensor] = {}
-        effects: list[Tensor] = []
-        for item, result in zip(items, results, strict=True):
-            if item.kind == "buffer":
-                buffers[item.name].copy_(result)
-            elif item.kind == "log":
-                effects.append(result)
-            else:
-                outputs[int(item.name)] = result
-        leaves: list[Any] = []
-        remaining = iter(sorted(outputs))
-        for position in range(len(outputs) + len(captured.static_outputs)):
-            static = position in captured.static_outputs
-            leaves.append(captured.static_outputs[position] if static else outputs[next(remaining)])
+        outputs, effects = take_apart(captured, results, buffers)
         return StepResult(
-            output=tree_unflatten(leaves, captured.output_spec),
+            output=tree_unflatten(with_statics(outputs, captured.static_outputs), captured.output_spec),
             effects=variant.effects,
             effect_tensors=tuple(effects),
             effect_whole=_whole_effects(variant.step),

@@ -12,7 +12,6 @@ from lightning_autoparallel.config import EngineConfig
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     GraphPrediction,
-    MemoryShare,
     PartitionedGraph,
     PlanReport,
     TimelineEvent,
@@ -70,11 +69,10 @@ def _predictions(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    if partitioned.backward is None or memory.backward is None:
-        return {"inference": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group)}
+    halves = [half for half in (memory.forward, memory.backward) if half is not None]
     return {
-        "forward": _predict(partitioned.forward.graph, memory.forward, costs, axes_by_group),
-        "backward": _predict(partitioned.backward.graph, memory.backward, costs, axes_by_group),
+        name: _predict(graph_module.graph, half, costs, axes_by_group)
+        for (name, graph_module), half in zip(partitioned.graphs().items(), halves, strict=True)
     }
 
 
@@ -82,16 +80,13 @@ def _predict(
     graph: fx.Graph, memory: MemoryTimeline, costs: CostModel, axes_by_group: Mapping[str, str]
 ) -> GraphPrediction:
     timeline = costs.timeline(graph)
-    largest = sorted(memory.contributors, key=lambda contributor: -contributor.size_bytes)
     return GraphPrediction(
         time_us=timeline.time_us,
         compute_us=timeline.compute_us,
         communication_us=timeline.communication_us,
         exposed_us=timeline.exposed_us,
         peak_memory_bytes=memory.peak_bytes,
-        at_peak=tuple(
-            MemoryShare(name=one.name, size_bytes=one.size_bytes, kind=one.kind, module=one.module) for one in largest
-        ),
+        at_peak=memory.contributors,
         live_bytes=memory.live_bytes,
         events=tuple(_on_axes(event, axes_by_group) for event in timeline.events),
     )

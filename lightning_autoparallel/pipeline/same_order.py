@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -19,16 +19,33 @@ def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> No
     Raises:
         PassError: some rank's calls, or their order, are not those of rank 0; all ranks raise it.
     """
-    lines = [line for name, graph in _graphs(partitioned) for line in _order_lines(name, graph)]
+    _check("after the passes", _lines(partitioned), control)
+
+
+def check_same_start(partitioned: PartitionedGraph, settings: Mapping[str, object], control: ControlGroup) -> None:
+    """Compare what passes start from: their settings, by name, and the graphs. Passes may make process groups together.
+
+    Raises:
+        PassError: some rank's settings or calls are not those of rank 0; all ranks raise it.
+    """
+    lines = [f"the setting {name}\t{name} {value!r}" for name, value in settings.items()]
+    _check("before the passes", [*lines, *_lines(partitioned)], control)
+
+
+def _check(when: str, lines: list[str], control: ControlGroup) -> None:
     difference = difference_between_ranks(lines, control)
     if difference is None:
         return
     rank, node = difference
     raise PassError(
-        f"after the passes rank {rank} differs at {node} from rank 0, so that their collectives would not meet: give "
-        "all ranks the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb, decompose_matmuls) "
-        "and the same torch"
+        f"{when} rank {rank} differs at {node} from rank 0, so that their collectives would not meet: give all ranks "
+        "the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb, decompose_matmuls, "
+        "activation_checkpointing) and the same torch"
     )
+
+
+def _lines(partitioned: PartitionedGraph) -> list[str]:
+    return [line for name, half in partitioned.graphs().items() for line in _order_lines(name, half.graph)]
 
 
 def difference_between_ranks(lines: list[str], control: ControlGroup) -> tuple[int, str] | None:
@@ -42,12 +59,6 @@ def difference_between_ranks(lines: list[str], control: ControlGroup) -> tuple[i
     difference = first_difference(gathered[0], gathered)
     assert difference is not None
     return difference
-
-
-def _graphs(partitioned: PartitionedGraph) -> Iterator[tuple[str, fx.Graph]]:
-    yield "forward" if partitioned.backward is not None else "inference", partitioned.forward.graph
-    if partitioned.backward is not None:
-        yield "backward", partitioned.backward.graph
 
 
 def _order_lines(name: str, graph: fx.Graph) -> Iterator[str]:

@@ -39,7 +39,7 @@ from lightning_autoparallel.passes import (
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
-from lightning_autoparallel.pipeline.same_order import check_same_order, difference_between_ranks
+from lightning_autoparallel.pipeline.same_order import check_same_order, check_same_start, difference_between_ranks
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     fingerprint_lines,
@@ -62,6 +62,13 @@ class StageContext:
     control: ControlGroup
     warn: Callable[[str], None]
     progress: Progress = field(default=lambda graph, stage, seconds: None)
+    told: set[str] = field(default_factory=set)
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless this was said of another graph."""
+        if message not in self.told:
+            self.told.add(message)
+            self.warn(message)
 
 
 def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
@@ -70,6 +77,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     Raises:
         CaptureError: the step cannot be recorded, on this rank or on another, or ranks recorded different graphs.
         ConfigError: the plan does not fit the mesh.
+        PassError: ranks have different settings, or their graphs came out different.
     """
     timings: dict[str, float] = {}
     clock = _clock(request.name, timings, context.progress)
@@ -107,15 +115,14 @@ def _rewritten(
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
     """Passes over the joint graph, the partition, passes over what it made."""
     config, groups = context.config, AxesByGroup(context.mesh)
-    reports = run_passes(
-        sharded.graph_module,
-        sharded.name,
-        joint_passes(sharded.inputs, sharded.outputs),
-        groups,
-        artifacts,
-        disabled=config.disabled_passes,
-    )
-    partitioned = partition_graph(sharded, config.reshard_after_forward, config.activation_checkpointing)
+    error: Exception | None = None
+    try:
+        partitioned, reports = _partitioned(sharded, context, groups, artifacts)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    # Passes may make process groups, which all ranks must make together.
+    check_same_start(partitioned, _settings(config, costs), context.control)
     around = partial(surroundings_of, partitioned)
     passes = split_passes(
         _bucket_limit(config, costs),
@@ -125,12 +132,37 @@ def _rewritten(
         _decompose_options(config, context.mesh),
         config.disabled_passes,
     )
-    halves = {"forward": partitioned.forward, "backward": partitioned.backward}
-    for half, graph_module in halves.items():
-        if graph_module is not None:
-            name = f"{sharded.name}.{half}" if partitioned.backward is not None else f"{sharded.name}.inference"
-            reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
+    for half, graph_module in partitioned.graphs().items():
+        name = f"{sharded.name}.{half}"
+        reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
     return partitioned, reports
+
+
+def _partitioned(
+    sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter
+) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
+    config = context.config
+    reports = run_passes(
+        sharded.graph_module,
+        sharded.name,
+        joint_passes(sharded.inputs, sharded.outputs),
+        groups,
+        artifacts,
+        disabled=config.disabled_passes,
+    )
+    policy = config.activation_checkpointing
+    return partition_graph(sharded, config.reshard_after_forward, policy, context.warn_once), reports
+
+
+def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:
+    """What passes depend on besides the graphs, as all ranks can compare it."""
+    return {
+        "disabled_passes": sorted(config.disabled_passes),
+        "bucket_mb": config.bucket_mb,
+        "decompose_matmuls": config.decompose_matmuls,
+        "hardware or ranks_per_node": costs.hardware,
+        "reshard_after_forward": config.reshard_after_forward,
+    }
 
 
 def _decompose_options(config: EngineConfig, mesh: ParallelMesh) -> DecomposeOptions:

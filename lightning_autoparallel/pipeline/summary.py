@@ -32,7 +32,7 @@ def make_report(
     mesh: ParallelMesh,
 ) -> PlanReport:
     """The report of a step after its last pass; what optimizers keep is not known here."""
-    graphs = _graphs(partitioned)
+    graphs = {name: half.graph for name, half in partitioned.graphs().items()}
     axes = mesh.axes_by_group()
     parameters = _parameters(captured, partitioned, plan)
     saved = _saved(partitioned)
@@ -72,12 +72,6 @@ def with_inference(report: PlanReport, inference: PlanReport) -> PlanReport:
         predictions={**report.predictions, **inference.predictions},
         notes=tuple(dict.fromkeys((*report.notes, *inference.notes))),
     )
-
-
-def _graphs(partitioned: PartitionedGraph) -> dict[str, fx.Graph]:
-    if partitioned.backward is None:
-        return {"inference": partitioned.forward.graph}
-    return {"forward": partitioned.forward.graph, "backward": partitioned.backward.graph}
 
 
 def _parameters(
@@ -156,7 +150,7 @@ def _tables(launched: Mapping[str, list[fx.Node]], axes_by_group: Mapping[str, s
 
 
 def _path(node: fx.Node) -> str:
-    return fxn.custom(node, "module") or ""
+    return fxn.module_path(node) or ""
 
 
 def _placeholders(graph_module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -20,6 +20,7 @@ from lightning_autoparallel.capture import flatten_batch
 from lightning_autoparallel.compile import retraceable, run_step
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.pipeline.engine import PreparedStep, StepCall, StepEngine
+from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.torch_compat.dynamo import TracedConfigError, is_functionalizing
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
@@ -119,15 +120,12 @@ def call_traced(module: nn.Module, calls: TracedCalls, args: tuple[Any, ...], kw
     modes = tuple([submodule.training for submodule in module.modules()])
     call = calls.known[calls.find(training, modes, tuple([_described(path, leaf) for path, leaf in leaves]))]
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-    results = list(call.run(parameters, buffers, tensors, call.constants))
-    statics = call.static_outputs
-    count = len(results) + len(statics)
-    return tree_unflatten([statics[i] if i in statics else results.pop(0) for i in range(count)], call.spec)
+    outputs = call.run(parameters, buffers, tensors, call.constants)
+    return tree_unflatten(with_statics(outputs, call.static_outputs), call.spec)
 
 
 def _node(call: TracedCall, prepared: PreparedStep) -> Any:
     step = retraceable(prepared.step)
-    items = [item for item in step.captured.outputs if item.kind != "gradient"]
     buffer_names = [item.name for item in step.captured.inputs if item.kind == "buffer"]
 
     def parallel_step(
@@ -138,14 +136,7 @@ def _node(call: TracedCall, prepared: PreparedStep) -> Any:
         # A backend that runs Dynamo's graph as it is comes here at every real call.
         with call.around(batch) if active_fake_mode() is None else contextlib.nullcontext():
             results = run_step(given, [*parameters, *buffers, *batch], prepared.layouts)
-        by_name = dict(zip(buffer_names, buffers, strict=True))
-        outputs: dict[int, Tensor] = {}
-        for item, result in zip(items, results, strict=True):
-            if item.kind == "buffer":
-                by_name[item.name].copy_(result)
-            else:
-                outputs[int(item.name)] = result
-        return [outputs[position] for position in sorted(outputs)]
+        return take_apart(step.captured, results, dict(zip(buffer_names, buffers, strict=True))).outputs
 
     return parallel_step
 

@@ -98,7 +98,7 @@ class CandidateTable:
     def _tell(self, node: fx.Node, reason: str) -> None:
         if node.target not in self._warned:
             self._warned.add(node.target)
-            where = fxn.custom(node, "module") or "the step itself"
+            where = fxn.module_path(node) or "the step itself"
             self._warn(
                 f"{node.target} {reason}: it computes replicated on every rank, its inputs gathered "
                 f"(in {where}, {fxn.describe(node)})"

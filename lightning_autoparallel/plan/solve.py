@@ -108,7 +108,7 @@ def _check_feasible(state: _State, calls: list[fx.Node]) -> None:
         if not math.isinf(_time_us(state, node, state.choice[node], forward_only=False, shared=False)):
             continue
         given = [state.choice[source].outputs[index] for source, index in state.arguments[node]]
-        module = fxn.custom(node, "module") or "the step itself"
+        module = fxn.module_path(node) or "the step itself"
         raise InfeasiblePlanError(
             f"{node.target} in {module}, {fxn.describe(node)}, cannot compute with inputs placed as "
             f"{[None if p is None else placement_text(p) for p in given]} as the rules have them: parameters are never "

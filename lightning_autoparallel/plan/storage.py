@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from lightning_autoparallel.config import PlanRule, PlanSpec
 from lightning_autoparallel.contracts import Placements, PlanAxis
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, closest
 from lightning_autoparallel.fx.placements import dim_of, explicit, is_shard, nested_shards, parse_placement, shard
 
 
@@ -57,8 +56,8 @@ def check_matches(rule: PlanRule, names: Mapping[str, object], noun: str) -> Non
     # A pattern is most like the name that ends like it.
     tail = rule.pattern.rpartition("*")[2].strip(".")
     ends = {name: ".".join(name.split(".")[-len(tail.split(".")) :]) for name in names}
-    near = get_close_matches(tail, list(ends.values()), n=1, cutoff=0.0)
-    nearest = next((name for name, end in ends.items() if near and end == near[0]), None)
+    near = closest(tail, ends.values(), cutoff=0)
+    nearest = next((name for name, end in ends.items() if end == near), None)
     hint = f"; nearest: {nearest}" if nearest else ""
     raise ConfigError(f"rule '{rule.key}' matches no {noun}{hint}")
 

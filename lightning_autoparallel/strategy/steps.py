@@ -36,6 +36,7 @@ class LightningSteps:
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self.measured_launches: dict[str, int] = {}
+        self.predicted_launches: dict[str, int] = {}
 
     def prepare(self, name: str, batch: Any) -> PlanReport:
         """Capture a step for batches like this one, without running it."""
@@ -51,6 +52,9 @@ class LightningSteps:
         batch = args[0] if args else kwargs["batch"]
         around = self.counting if name == "training_step" else contextlib.nullcontext
         result = self._engine.execute(call, batch, counters, around)
+        if name == "training_step":
+            # Of the variant that ran: the engine's reports are of the last one that was captured.
+            self.predicted_launches = result.step.report.launches()
         effects = result.effects
         assert isinstance(effects, LightningEffects)
         effects.replay(result.effect_tensors, result.effect_whole, counters)

@@ -44,7 +44,7 @@ class AutoParallelStrategy(SavingStrategy):
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
             matmul and the first residual sum of each block; blocks are repeated modules, found by their paths. A
-            function is given a ``contracts.NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
+            function is given a ``NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
             ``"prefer_recompute"``: save only what code outside the block reads. Regions of
             ``torch.utils.checkpoint`` in the model stay as they are.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
@@ -138,6 +138,11 @@ class AutoParallelStrategy(SavingStrategy):
     def measured_launches(self) -> dict[str, int]:
         """Collectives that the last training step launched, by mesh axes."""
         return {} if self._steps is None else self._steps.measured_launches
+
+    @property
+    def predicted_launches(self) -> dict[str, int]:
+        """Collectives in the final graphs of the training step that ran last, by mesh axes."""
+        return {} if self._steps is None else self._steps.predicted_launches
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
 c10d = torch.ops._c10d_functional
 
@@ -36,16 +37,34 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(meshes)
 
 
+def default_timeout() -> timedelta | None:
+    """The timeout of the default group's collectives; None in a fake world, which never waits."""
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend() == "fake":
+        return None
+    options = world._get_backend(max(world._device_types, key=lambda device: device.type == "cuda")).options
+    return options._timeout  # type: ignore[no-any-return]
+
+
+def give_default_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let collectives of these groups wait as long as the default group's; torch makes groups with its own default."""
+    timeout = default_timeout()
+    if timeout is not None:
+        for group in groups:
+            _set_pg_timeout(timeout, group)
+
+
 def new_ordered_groups(rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """One group per list, its ranks counted in the order of the list; the one that this process is in.
 
-    All ranks call it alike. None where torch sorts the ranks of every group.
+    All ranks call it alike. None where torch sorts the ranks of every group. The timeout is the default group's.
     """
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         return None
-    own = None
+    own, timeout = None, default_timeout()
     for ranks in rank_lists:
-        group = dist.new_group(list(ranks), sort_ranks=False)
+        group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         own = group if dist.get_rank() in ranks else own
     return own
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsAOTOutput,
@@ -14,19 +13,19 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 
+from lightning_autoparallel.torch_compat import collectives
+
 __all__ = [
     "binding_symbols",
     "close_backward",
     "close_forward",
     "has_effect",
     "is_backward_input",
-    "is_input_of_joint",
     "is_sym_node",
     "joint_outputs",
     "saved_order",
 ]
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Tensors that were kept on ctx without save_for_backward: AOTAutograd wants them behind the others.
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 
@@ -34,11 +33,6 @@ _UNCHECKED = "saved_tensor_with_no_vc_check"
 def is_backward_input(node: fx.Node) -> bool:
     """Whether a placeholder exists in the backward only: a tangent, or the seed of its random draws."""
     return node.op == "placeholder" and any(word in str(node.target) for word in ("tangents", "bwd_"))
-
-
-def is_input_of_joint(node: fx.Node) -> bool:
-    """Whether a placeholder is an input of the traced function; they keep their names in both halves."""
-    return node.op == "placeholder" and "primals" in str(node.target)
 
 
 def joint_outputs(graph: fx.Graph, num_fwd_outputs: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
@@ -56,7 +50,7 @@ def joint_outputs(graph: fx.Graph, num_fwd_outputs: int) -> tuple[list[Any], lis
 
 def has_effect(node: fx.Node) -> bool:
     """Whether a call must run though nobody reads it; waits and random draws need not."""
-    return node.op == "call_function" and node.target is not _WAIT and node.is_impure(impure_random=False)
+    return node.op == "call_function" and node.target is not collectives.WAIT and node.is_impure(impure_random=False)
 
 
 def saved_order(values: Iterable[fx.Node]) -> list[fx.Node]:

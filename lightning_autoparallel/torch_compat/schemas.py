@@ -1,14 +1,20 @@
-"""What an operator's schema says of the memory of its results."""
+"""What operators' schemas, which torch keeps under private names, say of arguments and of the memory of results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Place = tuple[int, str]  # of an argument: its position and its name
+
+
+def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of the operator's schema; those left at their defaults are not named."""
+    names = [argument.name for argument in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def result_places(target: Any) -> tuple[Place | None, ...]:

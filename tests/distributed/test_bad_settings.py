@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.contracts import NodeInfo
 from lightning_autoparallel.errors import ConfigError
 from tests.distributed.jobs import Net, failure, make_strategy, make_trainer, train
 from tests.worlds import Worlds
@@ -126,6 +128,41 @@ def test_every_rank_refuses(kind, mesh, message, worlds: Worlds) -> None:
 
 class Compiled(Net):
     strategy: ClassVar = {"compile": True}
+
+
+def failure_of_settings(name: str, values: list[Any]) -> tuple[str, float]:
+    """What a rank is told whose setting is its own of ``values``."""
+    own = type("Own", (Net,), {"strategy": {name: values[dist.get_rank()]}})
+    return failure(own)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("disabled_passes", [[], ["fuse_chained_all_gathers"]]),
+        ("bucket_mb", [None, 5.0]),
+        ("hardware", [None, "h100"]),
+    ],
+)
+def test_settings_of_a_rank_alone_are_named_before_passes_can_wait_for_each_other(
+    name: str, values: list[Any], worlds: Worlds
+) -> None:
+    for text, seconds in worlds(2).run(failure_of_settings, name, values):
+        assert text.startswith("PassError: before the passes rank 1 differs at the setting ")
+        assert name in text.partition(" from rank 0")[0]
+        assert seconds < 60
+
+
+def wish_of_rank_0(node: NodeInfo) -> str:
+    """Rank 1 has no answer."""
+    return "save" if dist.get_rank() == 0 else "perhaps"
+
+
+def test_a_checkpoint_function_that_fails_on_one_rank_stops_all(worlds: Worlds) -> None:
+    values = [wish_of_rank_0] * 2
+    (first, _), (second, _) = worlds(2).run(failure_of_settings, "activation_checkpointing", values)
+    assert first.startswith("CaptureError: rank 1 stopped: activation_checkpointing: the function gave 'perhaps'")
+    assert second.startswith("ConfigError: activation_checkpointing: the function gave 'perhaps'")
 
 
 def failure_without_a_compiler(kind: type[Net]) -> tuple[str, float]:

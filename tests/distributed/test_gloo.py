@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.torch_compat.collectives import new_ordered_groups
 from lightning_autoparallel.torch_compat.gloo import _devices
 from tests.worlds import Worlds
 
@@ -72,3 +73,23 @@ def test_the_named_interface_is_used_on_every_group():
     assert interface_of_a_first_group("lo") == interface_of_a_first_group("") == "1 device(s)"
     assert interface_of_a_first_group("lo,lo") == "2 device(s)"
     assert "none-such0" in interface_of_a_first_group("none-such0")
+
+
+def timeouts_of_other_groups() -> list[float]:
+    """Seconds: of a mesh made without options of our own, as off gloo, and of a group with its ranks in an order."""
+    cpu = torch.device("cpu")
+    world = dist.group.WORLD._get_backend(cpu)
+    before = world.options._timeout
+    world._set_default_timeout(timedelta(seconds=77))
+    with mock.patch("lightning_autoparallel.mesh.own_gloo_groups", lambda: None):
+        mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": 2, "tp": 1}), "cpu")
+    groups = [submesh.get_group() for submesh in mesh.submeshes.values()]
+    groups += [group for group in [new_ordered_groups([[1, 0]])] if group is not None]
+    found = [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+    world._set_default_timeout(before)
+    return found
+
+
+def test_every_group_has_the_timeout_of_the_default_group(worlds: Worlds):
+    for found in worlds(2).run(timeouts_of_other_groups):
+        assert len(found) >= 2 and set(found) == {77}

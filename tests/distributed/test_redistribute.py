@@ -14,6 +14,7 @@ from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.plan.named import joint_axes
 from tests.placements import AVG, P, R, S
 from tests.redistributions import INNER_FIRST, Pair, check_all, graph_of_all, pairs_over, parts_of_all, sources_of
+from tests.uneven import nested_joined_from_all, nested_parts_of_all
 from tests.worlds import Worlds
 
 NAMES = ("dp_replicate", "dp_shard", "tp")
@@ -27,19 +28,32 @@ INTERLEAVED = [
 ]
 
 
-def full_tensor() -> Tensor:
+UNEVEN = (5, 7)
+UNEVEN_PAIRS = [
+    ((S(0), S(0)), (R, R)),
+    ((S(0), S(0)), (S(0), R)),
+    ((S(0), S(0)), (S(1), S(1))),
+    ((S(0), P), (S(0), S(0))),
+    ((P, AVG), (S(0), S(0))),
+    ((AVG, P), (S(1), S(1))),
+    (INNER_FIRST, (R, S(0))),
+    ((S(0), S(0)), INNER_FIRST),
+]
+
+
+def full_tensor(shape: tuple[int, int] = SHAPE) -> Tensor:
     """The same on all ranks and in the test."""
-    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def redistributed(pairs: list[Pair]) -> tuple[list[Tensor], list[tuple[str, ...]]]:
+def redistributed(pairs: list[Pair], shape: tuple[int, int] = SHAPE) -> tuple[list[Tensor], list[tuple[str, ...]]]:
     """What this rank has of every pair, and the orders of axes that groups were made for."""
     count = dist.get_world_size().bit_length() - 1
     mesh = build_mesh(MeshSpec.from_mapping(dict.fromkeys(NAMES[-count:], 2)), "cpu")
     axes = tuple(mesh.plan_axis((name,)) for name in mesh.spec.names)
-    graph = graph_of_all(pairs, SHAPE, axes, joint_axes(axes, mesh), mesh.ordered_axis)
-    full = full_tensor()
-    inputs = [parts_of_all(full, source, mesh.spec.sizes)[dist.get_rank()] for source in sources_of(pairs)]
+    graph = graph_of_all(pairs, shape, axes, joint_axes(axes, mesh), mesh.ordered_axis)
+    full, parts_of = full_tensor(shape), parts_of_all if shape == SHAPE else nested_parts_of_all
+    inputs = [parts_of(full, source, mesh.spec.sizes)[dist.get_rank()] for source in sources_of(pairs)]
     return list(fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*inputs)), list(mesh.ordered)
 
 
@@ -48,6 +62,18 @@ def test_all_pairs_on_two_axes(worlds: Worlds):
     outputs, orders = zip(*worlds(4).run(redistributed, pairs), strict=True)
     check_all(pairs, outputs, full_tensor(), (2, 2))
     assert list(orders) == [[("tp", "dp_shard")]] * 4
+
+
+def test_uneven_pairs_on_two_axes(worlds: Worlds):
+    outputs, _ = zip(*worlds(4).run(redistributed, UNEVEN_PAIRS, UNEVEN), strict=True)
+    check_all(UNEVEN_PAIRS, outputs, full_tensor(UNEVEN), (2, 2), nested_joined_from_all)
+
+
+@pytest.mark.matrix
+def test_uneven_pairs_on_three_axes(worlds: Worlds):
+    pairs = random.Random(0).sample(pairs_over(3), 100)
+    outputs, _ = zip(*worlds(8).run(redistributed, pairs, UNEVEN), strict=True)
+    check_all(pairs, outputs, full_tensor(UNEVEN), (2, 2, 2), nested_joined_from_all)
 
 
 @pytest.mark.matrix

@@ -7,6 +7,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_autoparallel import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback, plan
@@ -75,6 +78,42 @@ def without_predictions(report: dict[str, Any]) -> dict[str, Any]:
         for figure in PREDICTED:
             assert report[graph].pop(figure)
     return {key: report[key] for key in PLANNED}
+
+
+class TwoVariants(Net):
+    """Every other step launches more: it has a norm over a sharded weight in its loss."""
+
+    def callbacks(self) -> list[Callback]:
+        self.monitor = CollectiveMonitor()
+        return [self.monitor]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + self.net[0].weight.pow(2).mean() if batch_idx % 2 else loss
+
+
+class Interfering(TwoVariants):
+    """Communicates in the strategy's own group in the backward of one step."""
+
+    def backward(self, loss, *args, **kwargs):
+        super().backward(loss, *args, **kwargs)
+        if self.global_step == 2:
+            dist.all_reduce(torch.ones(1), group=self.trainer.strategy.device_mesh["dp_shard"].get_group())
+
+
+@pytest.mark.parametrize("kind", [TwoVariants, Interfering])
+def test_every_step_is_compared_with_the_variant_that_ran(kind: type[Net], worlds: Worlds):
+    outcome, _ = worlds(2).run(train, kind, MESH)
+    measured, predicted = (
+        [row[f"autoparallel/{counts}/dp_shard"] for row in outcome.logged if f"autoparallel/{counts}/dp_shard" in row]
+        for counts in ("launches", "predicted_launches")
+    )
+    assert len(predicted) == 4 and predicted[0] < predicted[1] and predicted[:2] == predicted[2:]
+    extra = 1 if kind is Interfering else 0
+    assert [ours - theirs for ours, theirs in zip(measured, predicted, strict=True)] == [0, 0, extra, 0]
+    warned = [warning for warning in outcome.warnings if "final graphs" in warning]
+    told = f"training step 2 did not launch the collectives counted in its final graphs (dp_shard: {measured[2]:.0f} "
+    assert len(warned) == extra and all(warning.startswith(told) for warning in warned)
 
 
 def test_everything_is_reported(worlds: Worlds, tmp_path: Path):

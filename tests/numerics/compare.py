@@ -25,6 +25,7 @@ WEIGHT_TOLERANCE = {
 # Absolute: running means are of activations, whose spacing in bfloat16 is 4e-3 from 0.5 on and 8e-3 from 1 on.
 BUFFER_TOLERANCE = {**WEIGHT_TOLERANCE, ("bf16-mixed", "sgd"): 1e-2}
 TIMEOUT_S = 280
+WITHOUT_VALIDATION = ("transformer", "transformer32")  # Lightning's demo has no validation_step
 
 
 def case_of(model: str, **settings: Any) -> Case:
@@ -53,6 +54,10 @@ def check_case(case: Case, worlds: Worlds) -> None:
         assert other.losses == first.losses
     for outcome in outcomes:
         assert outcome.measured == outcome.predicted
+        assert len(outcome.steps) == case.steps
+        assert len(outcome.validation_steps) == (0 if case.model in WITHOUT_VALIDATION else 2)
+        for measured, predicted in (*outcome.steps, *outcome.validation_steps):
+            assert measured == predicted
         assert outcome.clipping == [0 if case.clip is None else 1] * (case.steps // case.accumulate)
 
 

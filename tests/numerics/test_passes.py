@@ -17,6 +17,9 @@ from tests.numerics.combinations import covering_switches
 from tests.numerics.passes import STEPS, Judgement, Place, Switches, judge, store_chained_plan
 from tests.worlds import Worlds
 
+JOB_TIMEOUT_S = 400
+pytestmark = pytest.mark.timeout(1000)  # the first test at a place runs two or three jobs
+
 NAMES = tuple(graph_pass.name for graph_pass in all_passes())
 WITHOUT = Switches(off=NAMES)
 # Every bucket holds what a link needs to be saturated, which is all there is here; or the limit cuts it into many.
@@ -51,7 +54,8 @@ def judged(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Judge:
             folder = str(tmp_path_factory.mktemp("chained"))
             stored[place] = worlds(place.world_size).run(store_chained_plan, place, folder)[0]
         if (place, switches) not in done:
-            done[place, switches] = worlds(place.world_size).run(judge, place, switches, stored.get(place))
+            job = judge, place, switches, stored.get(place)
+            done[place, switches] = worlds(place.world_size).run(*job, timeout_s=JOB_TIMEOUT_S)
         return done[place, switches]
 
     return run

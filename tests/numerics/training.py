@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader
 
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.capture import flatten_batch
+from lightning_autoparallel.torch_compat.collectives import launched_collectives
 from tests.launches import Launches
 from tests.numerics.models import make_batches, make_model
 from tests.numerics.rules import plan_of
+
+LaunchPair = tuple[dict[str, int], dict[str, int]]  # measured, predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,8 @@ class Case:
 class Outcome:
     """Losses of all steps, logged metrics at the end, parameters and buffers in full, launches of the last step.
 
-    `clipping` counts what clipping launches, by optimizer step.
+    `clipping` counts what clipping launches, by optimizer step. `steps` are the measured launches of every training
+    step, with those in its graphs; `validation_steps` of every validation step.
     """
 
     losses: list[float]
@@ -72,6 +76,39 @@ class Outcome:
     measured: dict[str, int]
     predicted: dict[str, int]
     clipping: list[int]
+    steps: list[LaunchPair]
+    validation_steps: list[LaunchPair]
+
+
+class _LaunchesBySteps(Callback):
+    """Measured and predicted launches of every step, training and validation."""
+
+    def __init__(self) -> None:
+        self.training: list[LaunchPair] = []
+        self.validation: list[LaunchPair] = []
+        self._before: dict[str, int] = {}
+
+    def on_train_batch_end(self, trainer, *args):
+        strategy = trainer.strategy
+        if isinstance(strategy, AutoParallelStrategy):
+            self.training.append((dict(strategy.measured_launches), strategy.predicted_launches))
+
+    def on_validation_batch_start(self, trainer, *args):
+        self._before = self._launched(trainer.strategy)
+
+    def on_validation_batch_end(self, trainer, *args):
+        strategy = trainer.strategy
+        if not isinstance(strategy, AutoParallelStrategy):
+            return
+        axes, counts = strategy.mesh.axes_by_group(), {}
+        for group, launched in self._launched(strategy).items():
+            if launched != self._before.get(group, 0):  # groups may be new since
+                counts[axes[group]] = launched - self._before.get(group, 0)
+        self.validation.append((counts, strategy.reports["validation_step"].launches()))
+
+    def _launched(self, strategy) -> dict[str, int]:
+        mesh = getattr(strategy, "mesh", None)
+        return {} if mesh is None else {group: launched_collectives(group) for group in mesh.axes_by_group()}
 
 
 class _Recorder(Callback):
@@ -112,11 +149,11 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
 
     module.train_dataloader = lambda: loader(batches)
     module.val_dataloader = lambda: loader(validation)
-    recorder, launches = _Recorder(), Launches()
+    recorder, launches, by_steps = _Recorder(), Launches(), _LaunchesBySteps()
     trainer = quiet_trainer(
         case.world_size if strategy is not None else 1,
         strategy,
-        [recorder, launches],
+        [recorder, launches, by_steps],
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
         precision=case.precision,
@@ -130,6 +167,8 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
         measured=dict(strategy.measured_launches) if strategy is not None else {},
         predicted=strategy.reports["training_step"].launches() if strategy is not None else {},
         clipping=launches.counts,
+        steps=by_steps.training,
+        validation_steps=by_steps.validation,
     )
 
 

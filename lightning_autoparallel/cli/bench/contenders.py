@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 
 from lightning_autoparallel.cli.bench.records import OURS, Contender
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 WITHOUT_ALL = "without any pass"
 
@@ -32,8 +31,7 @@ def parse_against(text: str) -> list[Contender]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"names are {', '.join(known)}"
+            hint = did_you_mean(name, known, opening="did you mean") or f"names are {', '.join(known)}"
             raise ConfigError(f"--against names {name!r}, which is no contender: {hint}")
     return [known[name] for name in names]
 

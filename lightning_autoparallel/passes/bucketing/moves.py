@@ -11,9 +11,14 @@ from lightning_autoparallel.fx import nodes as fxn
 
 def hoist(node: fx.Node, anchor: fx.Node) -> None:
     """Move ``node``, and what it needs that is not there yet, right before ``anchor``; their order is kept."""
-    late = fxn.with_ancestors([node], among=lambda needed: needed.op == "call_function" and not needed < anchor)
-    for needed in sorted(late):  # nodes compare by their place in the graph
+    for needed in moving_with(node, anchor):
         anchor.prepend(needed)
+
+
+def moving_with(node: fx.Node, anchor: fx.Node) -> list[fx.Node]:
+    """What ``hoist`` would move, in order."""
+    # nodes compare by their place in the graph
+    return sorted(fxn.with_ancestors([node], among=lambda late: late.op == "call_function" and not late < anchor))
 
 
 def sink(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:

@@ -181,11 +181,12 @@ def test_the_inner_axis_may_cut_first():
         torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("placements", [(S(0), S(0)), (R, S(0, 4))], ids=str)
-def test_a_dim_that_two_axes_cannot_share_is_refused(placements: Placements):
-    """DTensor would cut 5 rows into chunks of 2, 1, 1 and 1: no padding to one size makes a flat gather of those."""
-    with pytest.raises(AssertionError, match="does not divide"):
-        graph_of(0, torch.zeros(5, 2), (S(0), S(0)), placements, (2, 2))
+@pytest.mark.parametrize("placements", [(S(0, 2), R), (R, S(0, 4)), (S(0), S(0, 4))], ids=str)
+def test_uneven_blocks_are_refused(placements: Placements):
+    """Nested chunks need not be even (``test_redistribute_uneven``); what lies between blocks must be."""
+    for source, target in [(placements, (R, R)), ((S(0), S(0)), placements)]:
+        with pytest.raises(AssertionError, match="does not divide"):
+            graph_of(0, torch.zeros(5, 2), source, target, (2, 2))
 
 
 @pytest.mark.parametrize("outer", [P, MAX], ids=str)

@@ -27,6 +27,7 @@ class ReportingStrategy(SingleDeviceStrategy):
         super().__init__("cpu")
         self.reports: dict[str, PlanReport] = {}
         self.measured_launches: dict[str, int] = {}
+        self.predicted_launches: dict[str, int] = {}
         self._to_capture = dict(reports)
         self._to_launch = launches
 
@@ -36,6 +37,7 @@ class ReportingStrategy(SingleDeviceStrategy):
 
     def training_step(self, *args, **kwargs):
         self.measured_launches = self._to_launch.pop(0) if len(self._to_launch) > 1 else self._to_launch[0]
+        self.predicted_launches = self.reports["training_step"].launches()
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args, **kwargs):

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lightning_autoparallel.callbacks import CollectiveMonitor
+from lightning_autoparallel.callbacks.launches import LaunchHistory, steps_table
+from lightning_autoparallel.callbacks.tables import render_table
 from lightning_autoparallel.errors import ConfigError
 
 
@@ -27,6 +29,43 @@ def test_launches_are_logged_at_the_trainers_cadence(run):
     rows = _logged(trainer)
     assert [row["step"] for row in rows] == ["1", "3"]
     assert all(float(row[f"autoparallel/launches/{axes}"]) == count for row in rows for axes, count in expected.items())
+
+
+def test_predicted_launches_are_logged_beside_the_measured_ones(run, reporting, launches):
+    with pytest.warns(UserWarning, match="did not launch"):
+        trainer = run(CollectiveMonitor(), strategy=reporting([launches, {"dp_shard": 2, "tp": 5}]))
+    logged = trainer.logged_metrics
+    both = {
+        axes: (float(logged[f"autoparallel/predicted_launches/{axes}"]), float(logged[f"autoparallel/launches/{axes}"]))
+        for axes in ("dp_shard", "dp_replicate,dp_shard", "tp", "total")
+    }
+    assert both == {"dp_shard": (3, 2), "dp_replicate,dp_shard": (1, 0), "tp": (0, 5), "total": (4, 7)}
+
+
+def test_a_second_table_goes_step_by_step(run, reporting, launches, capsys):
+    fewer = {**launches, "dp_shard": 2}
+    with pytest.warns(UserWarning, match="did not launch"):
+        run(CollectiveMonitor(), strategy=reporting([launches, launches, fewer, launches]))
+    out = capsys.readouterr().out
+    table = out[out.index("step by step") :].splitlines()
+    assert [_cells(line) for line in table if "dp_shard" in line] == [
+        ["0 to 1", "dp_shard", "3", "3"],
+        ["0 to 1", "dp_replicate,dp_shard", "1", "1"],
+        ["2", "dp_shard", "3", "2", "-1"],
+        ["2", "dp_replicate,dp_shard", "1", "1"],
+        ["3", "dp_shard", "3", "3"],
+        ["3", "dp_replicate,dp_shard", "1", "1"],
+    ]
+
+
+def test_a_long_history_shows_its_last_rows():
+    history = LaunchHistory()
+    for step in range(30):
+        history.add({"tp": 1}, {"tp": step})
+    text = render_table(steps_table(history))
+    assert "steps 0 to 9 are not shown" in text
+    rows = [_cells(line) for line in text.splitlines() if " tp " in line]
+    assert (len(rows), rows[0], rows[-1]) == (20, ["10", "tp", "1", "10", "+9"], ["29", "tp", "1", "29", "+28"])
 
 
 def test_axes_that_a_step_does_not_use_are_logged_as_zero(run, reporting, launches):
@@ -97,6 +136,17 @@ def test_a_difference_is_warned_about_once(run, reporting, launches):
     messages = [str(warning.message) for warning in caught if "final graphs" in str(warning.message)]
     assert len(messages) == 1
     assert "(dp_shard: 2 measured, 3 predicted; tp: 7 measured, 0 predicted)" in messages[0]
+
+
+def test_every_group_that_differs_is_warned_about_with_its_first_step(run, reporting, launches):
+    fewer, other = {**launches, "dp_shard": 2}, {**launches, "dp_shard": 2, "tp": 7}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(CollectiveMonitor(), strategy=reporting([launches, fewer, other, other]))
+    messages = [str(warning.message) for warning in caught if "final graphs" in str(warning.message)]
+    assert [message.partition(" did not")[0] for message in messages] == ["training step 1", "training step 2"]
+    assert "(dp_shard: 2 measured, 3 predicted)" in messages[0]
+    assert "(tp: 7 measured, 0 predicted)" in messages[1]
 
 
 def test_agreement_is_silent(run):

@@ -2,7 +2,6 @@
 
 from lightning_autoparallel.callbacks.kinds import (
     block_collectives,
-    block_of,
     blocks_table,
     kind_of,
     kinds,
@@ -10,6 +9,7 @@ from lightning_autoparallel.callbacks.kinds import (
 )
 from lightning_autoparallel.callbacks.tables import render_table
 from lightning_autoparallel.contracts import CollectiveCount, ModuleReport, ParameterReport, PlanReport
+from lightning_autoparallel.fx import nodes as fxn
 
 
 def _parameter(optimizer=8, placements=None):
@@ -58,7 +58,7 @@ def test_numbers_in_a_path_are_one_kind_but_numbers_in_a_name_are_not():
 
 
 def test_a_block_is_the_outermost_repeated_module():
-    assert (block_of("a.3.b.1.c"), block_of("a.b")) == ("a.3", None)
+    assert (fxn.block_of("a.3.b.1.c"), fxn.block_of("a.b")) == ("a.3", None)
 
 
 def test_kinds_sum_up_their_modules_and_blocks_their_kinds():

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_autoparallel.callbacks import PeakMemoryMonitor, memory
 from lightning_autoparallel.callbacks.memory import MemoryProbe, memory_probe
 
-METRIC = "autoparallel/peak_memory_bytes"
+METRIC, PREDICTED = "autoparallel/peak_memory_bytes", "autoparallel/predicted_peak_memory_bytes"
 CPU = torch.device("cpu")
 
 
@@ -47,6 +47,22 @@ def test_one_table_shows_the_first_epochs_peak_beside_the_predicted_one(run, rep
     assert out.count("Peak memory of training steps") == 1
     rows = [line.split() for line in out.splitlines() if "MiB" in line]
     assert rows == [["measured:", "by", "hand", "3.0", "MiB"], ["predicted", "5.0", "MiB"]]
+
+
+def test_the_predicted_peak_is_logged_and_named_beside_the_measured_one(run, reporting, capsys):
+    monitor = PeakMemoryMonitor()
+    trainer = run(monitor, _Peaks(monitor, [7, 8, 9, 6]), strategy=reporting(peak=2**40 + 3))
+    with open(f"{trainer.logger.log_dir}/metrics.csv", newline="") as file:
+        logged = [(int(float(row[METRIC])), int(float(row[PREDICTED]))) for row in csv.DictReader(file)]
+    assert logged == [(8, 2**40 + 3), (9, 2**40 + 3)]
+    assert "predicted: all alive but parameter shards and optimizer state" in capsys.readouterr().out
+
+
+def test_nothing_is_logged_as_predicted_where_nothing_is(run, reporting):
+    monitor = PeakMemoryMonitor()
+    trainer = run(monitor, _Peaks(monitor, [7, 8, 9, 6]), strategy=reporting(peak=None))
+    assert METRIC in trainer.logged_metrics
+    assert PREDICTED not in trainer.logged_metrics
 
 
 def test_any_strategy_will_do(run, capsys):

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_autoparallel import NodeInfo
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.compile import partition_graph
-from lightning_autoparallel.compile.blocks import ATTENTION, MATMULS, find_blocks
+from lightning_autoparallel.compile.blocks import MATMULS, find_blocks
 from lightning_autoparallel.compile.policies import Forward, wishes_of
 from lightning_autoparallel.config import EngineConfig, MeshSpec
-from lightning_autoparallel.contracts import NodeInfo, PartitionedGraph, ShardedGraph
+from lightning_autoparallel.contracts import PartitionedGraph, ShardedGraph
 from lightning_autoparallel.cost.memory import predict_step_memory
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
@@ -165,14 +166,13 @@ def test_selective_saves_attention_every_second_matmul_and_the_first_residual(ll
     names = [fxn.custom(node, "module").rpartition(".")[2] for node in matmuls]
     assert names == ["wq", "wk", "wv", "wo", "w1", "w3", "w2"]
     assert {node for node in saved if node.target in MATMULS} == {matmuls[1], matmuls[5]}, "wo's is not read again"
-    assert sum(node.target is operator.getitem and node.args[0].target in ATTENTION for node in saved) == 2
+    assert sum(node.target is operator.getitem and fxn.is_attention(node.args[0]) for node in saved) == 2
     first, second = [
         node for node in partitioned.forward.graph.nodes if _is_residual(node) and blocks[node] == "layers.1"
     ]
     assert {first, second} <= set(saved)
     assert len(saved) == 6
-    again = {node.target for node in recomputed_of(partitioned)}
-    assert not again & ATTENTION
+    assert not any(map(fxn.is_attention, recomputed_of(partitioned)))
 
 
 def _is_residual(node: fx.Node) -> bool:
@@ -300,7 +300,7 @@ def test_experts_inside_a_block_are_no_blocks():
     graph = fx.Graph()
     for layer in range(2):
         for path in ("attention", *(f"experts.{i}.up" for i in range(8))):
-            target = next(iter(ATTENTION)) if path == "attention" else aten.mm.default
+            target = aten._scaled_dot_product_flash_attention.default if path == "attention" else aten.mm.default
             graph.call_function(target, ()).meta["custom"] = {"module": f"layers.{layer}.{path}"}
     assert set(find_blocks(graph.nodes).values()) == {"layers.0", "layers.1"}
 

@@ -68,6 +68,23 @@ def test_what_moved_out_of_one_run_counts_in_the_next():
     assert max(_runs(graph)) <= 8
 
 
+@pytest.mark.parametrize("is_random", [False, True])
+def test_random_calls_are_not_moved(is_random: bool):
+    """What is reduced needs a call behind all products of the run, ahead of it another random one."""
+    build = Builder()
+    x = build.input(4, 4)
+    products = [build.call(aten.mm.default, x, x) for _ in range(12)]
+    earlier = build.call(aten.bernoulli.p, x, 0.5)
+    noise = build.call(aten.bernoulli.p, x, 0.5) if is_random else build.call(aten.neg.default, x)
+    reduced = build.valued(x.meta["val"], collectives.ALL_REDUCE, noise, "sum", "g")
+    reduced.meta |= {"collective_role": fxn.TERMINAL_REDUCTION, RUN_BEFORE: 0}
+    graph = build.output(build.valued(x.meta["val"], collectives.WAIT, reduced), earlier, *products)
+    notes = cap_compute_runs(graph, max_consecutive=8)
+    assert (reduced < products[8]) == (noise < earlier) == (not is_random)
+    assert _runs(graph) == [12 if is_random else 8]
+    assert f"{int(not is_random)} of which started sooner" in notes[0]
+
+
 def test_no_reductions_nothing_to_say():
     build = Builder()
     x = build.input(4, 4)

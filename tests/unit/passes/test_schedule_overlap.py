@@ -11,8 +11,10 @@ from torch import fx
 from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.schedule_overlap import reorder, schedule_overlap
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
+from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE
 from lightning_autoparallel.torch_compat import collectives
 from tests.lockstep import run_lockstep
 from tests.unit.cost._graphs import ROUND, Builder, aten
@@ -154,6 +156,28 @@ def test_random_calls_keep_their_order():
     graph = build.output(noise, build.call(aten.add.Tensor, more, reduced))
     schedule_overlap(graph, costs=COSTS)
     assert noise < more
+
+
+def test_a_run_that_ordering_made_longer_is_cut_to_what_it_was():
+    """The product that fills what was exposed comes ahead of the first reduction, where one was: that is noted."""
+    graph = _backward(3)
+    reductions = [node for node in graph.nodes if fxn.collective_role(node) == fxn.TERMINAL_REDUCTION]
+    schedule_overlap(graph, costs=COSTS)
+    assert [node.meta[RUN_BEFORE] for node in reductions] == [1, 2, 2]
+    assert _runs(graph) == [2, 2, 2]
+    cap_compute_runs(graph, max_consecutive=1)
+    graph.lint()
+    assert _runs(graph)[0] == 1
+
+
+def _runs(graph: fx.Graph) -> list[int]:
+    """Products since the last gradient's reduction, at each of them."""
+    runs = [0]
+    for node in graph.nodes:
+        if fxn.collective_role(node) == fxn.TERMINAL_REDUCTION:
+            runs.append(0)
+        runs[-1] += node.target is aten.mm.default
+    return runs[:-1]
 
 
 def test_an_order_that_gains_nothing_is_kept():

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import fx
 
+from lightning_autoparallel.contracts import PartitionedGraph
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.pipeline.same_order import check_same_order
 from tests.unit.cost._graphs import Builder, aten
 
 
-def _partitioned(*, swapped: bool, shift: int) -> SimpleNamespace:
+def _partitioned(*, swapped: bool, shift: int) -> PartitionedGraph:
     """Two calls of one input, in one order or the other; a number that each rank has its own of."""
     build = Builder()
     x = build.input(4, 4)
@@ -22,13 +22,13 @@ def _partitioned(*, swapped: bool, shift: int) -> SimpleNamespace:
     if swapped:
         kept.prepend(moved)
     module = fx.GraphModule({}, build.output(kept, moved))
-    return SimpleNamespace(forward=module, backward=module)
+    return PartitionedGraph(sharded=None, forward=module, backward=module)
 
 
 class _Control:
     """The control group as rank 1 sees it, where rank 0 runs ``theirs``."""
 
-    def __init__(self, theirs: SimpleNamespace | None = None) -> None:
+    def __init__(self, theirs: PartitionedGraph | None = None) -> None:
         self.first: dict[str, Any] = {}
         if theirs is not None:
             with contextlib.suppress(PassError, AssertionError):
