@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel, GroupShape
-from lightning_autoparallel.passes.scheduling import read_calls
+from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.schedule_overlap import reorder
+from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
 from lightning_autoparallel.passes.scheduling.early import Room, early_places
+from lightning_autoparallel.passes.scheduling.live import LiveBytes
+from lightning_autoparallel.torch_compat import collectives
 from tests.unit.cost._graphs import ROUND, Builder, aten
 
 COSTS = CostModel(hardware=ROUND, groups={name: GroupShape(ranks=2) for name in ("tp", "dp")})
@@ -36,3 +44,129 @@ def test_what_needs_a_running_collective_does_not_start_before_that_is_done(
 
 def _unlimited(graph: fx.Graph) -> Room:
     return Room(live_bytes=[0] * len(graph.nodes), limit_bytes=0, adds=lambda node: 0)
+
+
+def _scheduled(graph: fx.Graph, extra_bytes: int) -> tuple[int, int]:
+    """The peak of a graph's new order, and that of its old one."""
+    around = Surroundings()
+    memory = predict_memory(graph, surroundings=around)
+    limit_bytes = memory.peak_bytes + extra_bytes
+    options = ScheduleOptions(max_compute_prefetch=50, put_off=16, limit_bytes=limit_bytes)
+    reorder(graph, schedule(read_calls(graph, COSTS), LiveBytes(graph, around), options, memory.live_bytes))
+    graph.lint()
+    return predict_memory(graph, surroundings=around).peak_bytes, memory.peak_bytes
+
+
+def _reduced(build: Builder, value: fx.Node, group: str, role: str | None = None) -> fx.Node:
+    started = build.valued(value.meta["val"], collectives.ALL_REDUCE, value, "sum", group)
+    started.meta["collective_role"] = role
+    return build.wait(started)
+
+
+def _backward(seed: int) -> fx.Graph:
+    """Gradients of weights, whole or summed, beside those of inputs, reduced over tp or not; wide values between."""
+    choose = random.Random(seed)
+    build = Builder()
+    shards = [build.input(WIDTH // 2, WIDTH) for _ in range(6)]
+    saved = [build.input(WIDTH, WIDTH) for _ in range(6)]
+    gradient, results = build.input(WIDTH, WIDTH), []
+    for shard, value in zip(shards, saved, strict=True):
+        made = build.call(aten.neg.default, build.call(aten.neg.default, shard))
+        started = build.gather(made, 2, choose.choice(["dp", "tp"]))
+        started.meta["collective_role"] = fxn.PARAMETER_GATHER
+        weight = build.wait(started)
+        of_weight = build.call(aten.mm.default, value, gradient)
+        if choose.random() < 0.5:
+            of_weight = build.call(aten.sum.dim_IntList, of_weight, [0])
+        results.append(_reduced(build, of_weight, "dp", fxn.TERMINAL_REDUCTION))
+        gradient = build.call(aten.mm.default, gradient, weight)
+        if choose.random() < 0.7:
+            gradient = _reduced(build, gradient, "tp")
+        if choose.random() < 0.5:
+            wide = build.call(aten.cat.default, [gradient] * choose.choice([2, 4, 8]))
+            gradient = build.call(aten.mm.default, build.call(aten.t.default, wide), wide)
+    return build.output(gradient, *results)
+
+
+def _reuse(seed: int) -> fx.Graph:
+    """Sums and products of any earlier values, some of them reduced."""
+    choose = random.Random(seed)
+    build = Builder()
+    values = [build.input(WIDTH, WIDTH) for _ in range(4)]
+    for _ in range(40):
+        kind = choose.choice(["mm", "mm", "add", "tp", "dp", "t"])
+        one, two = choose.choice(values), choose.choice(values[-6:])
+        if kind == "mm":
+            values.append(build.call(aten.mm.default, one, two))
+        elif kind == "add":
+            values.append(build.call(aten.add.Tensor, one, two))
+        elif kind == "t":
+            values.append(build.call(aten.clone.default, build.call(aten.t.default, two)))
+        else:
+            values.append(_reduced(build, two, kind))
+    return build.output(*(value for value in values if not value.users))
+
+
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [(_backward, 3), (_backward, 8), (_backward, 11), (_reuse, 11), (_reuse, 16), (_reuse, 26)],
+    ids=["backward 3", "backward 8", "backward 11", "reuse 11", "reuse 16", "reuse 26"],
+)
+def test_a_schedule_keeps_to_its_limit_where_it_would_pass_it(make: Callable[[int], fx.Graph], seed: int):
+    """The first ones by what is put off, the others by what is started early."""
+    free_bytes, old_bytes = _scheduled(make(seed), extra_bytes=10**9)
+    peak_bytes, _ = _scheduled(make(seed), extra_bytes=0)
+    assert peak_bytes <= old_bytes < free_bytes
+
+
+def test_an_exposed_wait_is_filled_from_behind_it():
+    build = Builder()
+    x = build.input(WIDTH, WIDTH)
+    reduced = _reduced(build, build.call(aten.mm.default, x, x), "tp")
+    used = build.call(aten.mm.default, reduced, x)
+    # the next collective's operand: nothing may put it off
+    later = _reduced(build, build.call(aten.mm.default, x, build.input(WIDTH, WIDTH)), "dp")
+    (started,) = later.all_input_nodes
+    graph = build.output(used, later)
+    _scheduled(graph, extra_bytes=10**9)
+    assert started.all_input_nodes[0] < reduced < used
+
+
+def test_a_gather_without_room_stays_put():
+    """Ahead of the product that hides it, a value of sixteen times its size is alive: that is the peak."""
+
+    def graph() -> tuple[fx.Graph, fx.Node, fx.Node]:
+        build = Builder()
+        shard, x = build.input(WIDTH // 2, WIDTH), build.input(WIDTH, WIDTH)
+        wide = build.call(aten.cat.default, [x] * 16)
+        hidden = build.call(aten.mm.default, build.call(aten.t.default, wide), wide)
+        started = build.gather(shard, 2, "dp")
+        started.meta["collective_role"] = fxn.PARAMETER_GATHER
+        return build.output(build.call(aten.mm.default, hidden, build.wait(started))), started, hidden
+
+    tight, started, hidden = graph()
+    _scheduled(tight, extra_bytes=0)
+    assert hidden < started
+    free, started, hidden = graph()
+    _scheduled(free, extra_bytes=10**9)
+    assert started < hidden
+
+
+def test_draws_keep_their_order_where_waiting_would_swap_them():
+    """The first draw stands behind an exposed wait, which the second one could fill."""
+
+    def graph(draw: bool) -> tuple[fx.Graph, fx.Node, fx.Node]:
+        build = Builder()
+        x = build.input(WIDTH, WIDTH)
+        reduced = _reduced(build, build.call(aten.mm.default, x, x), "tp")
+        op = (aten.bernoulli.p, 0.5) if draw else (aten.mul.Tensor, 2)
+        first, second = (build.call(op[0], value, op[1]) for value in (reduced, x))
+        last = _reduced(build, second, "tp")
+        return build.output(first, last), first, second
+
+    free, first, second = graph(draw=False)
+    _scheduled(free, extra_bytes=10**9)
+    assert second < first
+    ordered, first, second = graph(draw=True)
+    _scheduled(ordered, extra_bytes=10**9)
+    assert first < second
