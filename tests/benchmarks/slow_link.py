@@ -9,9 +9,9 @@ in fresh processes, with the same module, weights, rows and precision. FSDP2 and
 again in the backward, neither checkpoints activations; this strategy is told the link's rate.
 
 `sent` is what one host sends per step, counted by the interface, TCP and all: torch 2.13's gloo sends the whole tensor
-in a reduce-scatter of two ranks, where half of it would do, for all contenders alike. `link` is how long that takes at the
-link's rate, the least that a step can take; `rest` is step - link. `CPU` is what one process computes per step, on all
-its threads: where it is about `link`, overlap can halve a step, and on a machine that is busy `--batch-size` and
+in a reduce-scatter of two ranks, where half of it would do, for all contenders alike. `link` is how long that takes at
+the link's rate, the least that a step can take; `rest` is step - link. `CPU` is what one process computes per step, on
+all its threads: where it is about `link`, overlap can halve a step, and on a machine that is busy `--batch-size` and
 `--seq-len` have to be smaller for that. With `--unlimited` each contender runs on the same two hosts without the limit
 too: the difference is what the link costs it. The status is 77 where no such link can be made, with the reason.
 """
