@@ -65,9 +65,12 @@ def config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hardware(mbit: float, ranks_per_node: int) -> dict[str, Any]:
-    """The link as `strategy.hardware` takes it: megabits to gigabytes, shared by the ranks of a host."""
-    share = mbit / 8e3 / ranks_per_node
-    return {"base": "cpu", "ranks_per_node": ranks_per_node, "inter_node": {"bandwidth_gb_per_s": share}}
+    """The link as `strategy.hardware` takes it: megabits to gigabytes, shared by the ranks of a host.
+
+    Both kinds of links are given, because the Trainer takes the two hosts for one node.
+    """
+    link = {"bandwidth_gb_per_s": mbit / 8e3 / ranks_per_node, "latency_us": 60.0}
+    return {"base": "cpu", "intra_node": link, "inter_node": link}
 
 
 def contenders(arguments: argparse.Namespace) -> list[Contender]:

@@ -130,7 +130,8 @@ def test_rows_hold_the_link_s_share():
 def test_the_strategy_is_told_the_link_and_who_is_compared():
     arguments = program.parse(["--ranks", "4", "--mbit", "400"])
     hardware = hardware_from(program.config(arguments)["strategy"]["hardware"])
-    assert (hardware.ranks_per_node, hardware.inter_node.bandwidth_gb_per_s) == (2, 0.025)
+    # 400 mbit/s are 50 MB/s, which two ranks share
+    assert {link.bandwidth_gb_per_s for link in (hardware.intra_node, hardware.inter_node)} == {0.025}
     ours, without, theirs = program.contenders(arguments)
     assert (ours.name, without.name, theirs.kind) == (OURS, WITHOUT_ALL, "fsdp2")
     assert set(without.overrides["disabled_passes"]) == {graph_pass.name for graph_pass in all_passes()}
