@@ -19,6 +19,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
+_SETTINGS = {
+    # The pass that gives random operators kernels of Inductor's own runs before this entry; torch's are kept, which
+    # draw what the interpreted graph draws.
+    "fallback_random": True,
+    # Passes have put the calls in order, transfers beside what hides them. To save memory Inductor would move waits up
+    # to right behind the start of what they wait for, and for inference bring what starts a collective to the front.
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+}
+
 
 def find_cpp_compiler() -> str | None:
     """The C++ compiler that Inductor would call on CPU, or None."""
@@ -59,9 +69,7 @@ def compile_graph(
         strides = stack.enter_context(TracingContext.report_output_strides())
         with fx_traceback.preserve_node_meta():
             decomposed = make_fx(fx.Interpreter(graph_module).run, decomposition_table=select_decomp_table())(*traced)
-        # The pass that gives random operators kernels of Inductor's own runs before this entry; torch's are kept, which
-        # draw what the interpreted graph draws.
-        stack.enter_context(inductor_config.patch(fallback_random=True))
+        stack.enter_context(inductor_config.patch(_SETTINGS))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
@@ -76,7 +84,7 @@ def compile_traced(is_inference: bool, is_backward: bool) -> Callable[[fx.GraphM
 
     def compile(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         # Graphs that take the mesh of a DTensor as an input cannot be kept in Inductor's cache, which warns at length.
-        with inductor_config.patch(fallback_random=True, fx_graph_cache=False):
+        with inductor_config.patch({**_SETTINGS, "fx_graph_cache": False}):
             return compile_fx_inner(graph_module, examples, is_inference=is_inference, is_backward=is_backward)
 
     return compile

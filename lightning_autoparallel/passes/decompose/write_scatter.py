@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial, reduce
 
 import torch
@@ -55,7 +56,7 @@ class _Writer:
             transfer = self._call(SHARD_PERMUTE, total, 1, self._scatter.group)
             own = self._part((step + 1) % self._scatter.ranks)
             call = self._end if step == self._scatter.ranks - 1 else self._call
-            total = call(aten.add.Tensor, own, call(collectives.WAIT, transfer))
+            total = _sum(call, [own, call(collectives.WAIT, transfer)])
         return total
 
     def replace(self, total: fx.Node) -> None:
@@ -76,7 +77,7 @@ class _Writer:
     def _added(self, parts: list[fx.Node]) -> fx.Node:
         if is_narrow(parts[0].meta["val"].dtype):
             parts = [cast(self._end, part, torch.float32) for part in parts]
-        return reduce(lambda total, part: self._end(aten.add.Tensor, total, part), parts)
+        return _sum(self._end, parts)
 
     def _part(self, step: int) -> fx.Node:
         """What the rank ``step`` further on is to have of this rank's value, row by row."""
@@ -91,6 +92,17 @@ class _Writer:
             return part
         parts = [self._made(source, step) for source in node.all_input_nodes]
         return call(aten.add.Tensor, *parts) if len(parts) > 1 else move_part(call, node, parts[0], cut)
+
+
+def _sum(call: Calls, parts: list[fx.Node]) -> fx.Node:
+    """The sum of parts of one shape.
+
+    Added as rows of numbers: compilers make one call of a product and a sum of its shape, and the own product, which
+    should run beside the last transfer, would wait for it.
+    """
+    shape = list(parts[0].meta["val"].shape)
+    rows = [call.view(part, [math.prod(shape)]) for part in parts]
+    return call.view(reduce(lambda total, row: call(aten.add.Tensor, total, row), rows), shape)
 
 
 def _product_part(call: Calls, product: Product, cut: Cut, chunks: RelativeChunks, step: int) -> fx.Node:

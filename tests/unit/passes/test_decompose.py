@@ -113,9 +113,9 @@ def test_what_is_replicated_stays_so_to_the_bit(pattern: str, ranks: int):
 Run = Callable[[fx.Graph, list[list[torch.Tensor]]], list[torch.Tensor]]
 
 
-def contracting_errors(run: Run, ranks: int) -> list[float]:
+def contracting_errors(run: Run, ranks: int, group: str = "ring") -> list[float]:
     """Root mean square errors of a bfloat16 contraction over ranks: of one product, and decomposed."""
-    graph, given = ring_graph("gather", "contracting", ranks, rows=64, width=48, dtype=torch.bfloat16)
+    graph, given = ring_graph("gather", "contracting", ranks, rows=64, width=48, dtype=torch.bfloat16, group=group)
     inputs = rank_inputs(given, ranks, torch.bfloat16, integers=False)
     exact = torch.cat([mine[0] for mine in inputs]).double().t() @ inputs[0][1].double()
     whole = run(graph, inputs)[0]
