@@ -59,6 +59,16 @@ def passes_table(report: PlanReport) -> Table:
     return table
 
 
+def decomposition_lines(report: PlanReport) -> list[str]:
+    """What was said of every collective beside a matrix product: whether it is sent in parts, and why not."""
+    return [
+        f"{done.name} ({done.graph}, predicted): {note}"
+        for done in report.passes
+        if done.name.startswith("decompose_")
+        for note in done.notes
+    ]
+
+
 def predicted_lines(report: PlanReport) -> list[str]:
     """The step's time and throughput, and what was assumed; empty where nothing is predicted."""
     time_us = report.step_time_us

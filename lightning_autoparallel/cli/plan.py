@@ -12,7 +12,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.memory import peak_bytes_since_start
 from lightning_autoparallel.callbacks.plan_report import report_tables
-from lightning_autoparallel.callbacks.predictions import predicted_lines
+from lightning_autoparallel.callbacks.predictions import (
+    decomposition_lines,
+    predicted_lines,
+)
 from lightning_autoparallel.callbacks.tables import format_bytes, print_table
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
@@ -100,7 +103,7 @@ def print_report(report: PlanReport, seconds: float) -> None:
     for table in report_tables(report):
         print_table(table)
         print()
-    for line in predicted_lines(report):
+    for line in (*decomposition_lines(report), *predicted_lines(report)):
         print(line)
     for note in report.notes:
         print(f"note: {note}")

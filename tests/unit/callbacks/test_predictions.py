@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_autoparallel.callbacks.predictions import (
+    decomposition_lines,
     format_time,
     largest_table,
     passes_table,
@@ -92,3 +93,9 @@ def test_the_json_has_the_figures_of_each_graph(report):
     assert backward["peak_memory_bytes"] == 2**30
     assert [share["name"] for share in backward["largest_at_peak"]] == [f"value_{i}" for i in range(5)]
     assert report.as_json()["hardware"]["matmul_fraction"] == 0.65
+
+
+def test_what_is_sent_in_parts_is_said_with_its_pass(report):
+    done = replace(report.passes[0], name="decompose_gather_matmul", graph="step.forward", notes=("one", "another"))
+    shown = decomposition_lines(replace(report, passes=(*report.passes, done)))
+    assert shown == [f"decompose_gather_matmul (step.forward, predicted): {note}" for note in done.notes]
