@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec, check_plan
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec, check_plan
 from lightning_autoparallel.errors import ConfigError
 
 
@@ -125,3 +125,28 @@ def test_an_order_for_all_rules_gives_way_to_a_rule_s_own():
 def test_plans_that_cannot_be_read(plan: object, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         PlanSpec.parse(plan)
+
+
+def test_how_products_are_decomposed():
+    assert DecomposeSpec.parse("always") == DecomposeSpec(when="always", order="swizzle", depth=1)
+    spec = DecomposeSpec.parse({"order": "broadcast", "depth": 2})
+    assert (spec.when, spec.order, spec.depth) == ("auto", "broadcast", 2)
+    assert DecomposeSpec.parse(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("sometimes", "unknown decompose_matmuls 'sometimes': write 'auto', 'never', 'always'"),
+        ("alway", "; did you mean 'always'?"),
+        (True, "unknown decompose_matmuls True"),
+        ({"order": "ring"}, "unknown decompose_matmuls order 'ring': write 'swizzle', 'cyclic', 'broadcast'"),
+        ({"deep": 1}, "unknown key of decompose_matmuls 'deep': write 'when', 'order', 'depth'; did you mean 'depth'?"),
+        ({"depth": 0}, "decompose_matmuls depth 0: give a number of transfers, 1 or more"),
+        ({"depth": "2"}, "decompose_matmuls depth '2': give a number of transfers, 1 or more"),
+        ({"order": "cyclic", "depth": 2}, "decompose_matmuls order 'cyclic' with depth 2: a neighbour passes on"),
+    ],
+)
+def test_decompositions_that_cannot_be(value: object, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        DecomposeSpec.parse(value)
