@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.cost.flops import node_flops
-from lightning_autoparallel.cost.fusion import call_kind, graph_traffic, node_traffic
+from lightning_autoparallel.cost.fusion import CallKind, call_kind, graph_kinds, graph_traffic, node_traffic
 from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.fx import nodes as fxn
 
@@ -23,7 +23,7 @@ def node_time_us(node: fx.Node, hardware: HardwareSpec) -> float:
         UnsupportedOpError: nothing is known of the operator.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    return _time_us(node, node_traffic(node), hardware)
+    return _time_us(node, call_kind(node), node_traffic(node), hardware)
 
 
 def graph_times_us(graph: fx.Graph, hardware: HardwareSpec) -> dict[fx.Node, float]:
@@ -33,11 +33,12 @@ def graph_times_us(graph: fx.Graph, hardware: HardwareSpec) -> dict[fx.Node, flo
         UnsupportedOpError: nothing is known of an operator.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    return {node: _time_us(node, size_bytes, hardware) for node, size_bytes in graph_traffic(graph).items()}
+    kinds = graph_kinds(graph)
+    traffic = graph_traffic(graph, kinds)
+    return {node: _time_us(node, kind, traffic[node], hardware) for node, kind in kinds.items()}
 
 
-def _time_us(node: fx.Node, size_bytes: int, hardware: HardwareSpec) -> float:
-    kind = call_kind(node)
+def _time_us(node: fx.Node, kind: CallKind, size_bytes: int, hardware: HardwareSpec) -> float:
     if kind in ("free", "collective"):
         return 0.0
     moving_us = size_bytes / (hardware.achieved_gb_per_s * 1e3)

@@ -62,13 +62,17 @@ def call_kind(node: fx.Node) -> CallKind:
     return "fused" if fused else "kernel"
 
 
-def graph_traffic(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Bytes that each call of the graph reads from memory and writes to it.
+def graph_kinds(graph: fx.Graph) -> dict[fx.Node, CallKind]:
+    """What each node of the graph is to the compiler.
 
     Raises:
         UnsupportedOpError: a call that nothing is known of.
     """
-    kinds = {node: call_kind(node) for node in graph.nodes}
+    return {node: call_kind(node) for node in graph.nodes}
+
+
+def graph_traffic(graph: fx.Graph, kinds: Mapping[fx.Node, CallKind]) -> dict[fx.Node, int]:
+    """Bytes that each call of the graph, whose ``kinds`` are known, reads from memory and writes to it."""
     levels = _levels(graph, kinds)
     traffic = _Traffic(kinds.__getitem__, lambda producer, reader: levels[producer] == levels[reader])
     return {node: traffic.size_bytes(node, levels[node]) for node in graph.nodes}

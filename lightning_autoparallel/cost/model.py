@@ -65,13 +65,13 @@ class CostModel:
         """
         return saturating_bytes(kind, self._shape_of(group_name), self.hardware, fraction)
 
-    def timeline(self, graph: fx.Graph) -> Timeline:
-        """When each call of ``graph`` runs, in its present order.
+    def timeline(self, graph: fx.Graph, times_us: Mapping[fx.Node, float] | None = None) -> Timeline:
+        """When each call of ``graph`` runs, in its present order; ``times_us`` of any order save computing them.
 
         Raises:
             UnsupportedOpError: nothing is known of an operator or a process group.
         """
-        return predict_timeline(graph, self.hardware, self.groups)
+        return predict_timeline(graph, self.hardware, self.groups, times_us)
 
     def _shape_of(self, group_name: str) -> GroupShape:
         if group_name not in self.groups:

@@ -41,15 +41,24 @@ class Timeline:
     stalls_us: Mapping[str, float] = field(default_factory=dict)
 
 
-def predict_timeline(graph: fx.Graph, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> Timeline:
+def predict_timeline(
+    graph: fx.Graph,
+    hardware: HardwareSpec,
+    groups: Mapping[str, GroupShape],
+    times_us: Mapping[fx.Node, float] | None = None,
+) -> Timeline:
     """The timeline of ``graph`` in its present order, ``groups`` by process group name.
+
+    ``times_us`` are what ``graph_times_us`` gives, where they are known, of this order or of another one: only which
+    of the calls that share a read is charged for it depends on the order.
 
     Raises:
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
     streams = _Streams()
-    times_us = graph_times_us(graph, hardware)
+    if times_us is None:
+        times_us = graph_times_us(graph, hardware)
     for node in graph.nodes:
         if fxn.is_wait(node):
             streams.wait(node)

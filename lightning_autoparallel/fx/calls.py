@@ -51,15 +51,21 @@ def _geometry(argument: Any) -> Any:
 
 
 class Calls:
-    """Adds calls right before ``anchor``, of the same place in the user's code as ``meta``."""
+    """Adds calls right before ``anchor``, of the same place in the user's code as ``meta``.
 
-    def __init__(self, anchor: fx.Node, meta: Mapping[str, Any] | None = None) -> None:
+    Those that share ``results`` evaluate equal calls once.
+    """
+
+    def __init__(
+        self, anchor: fx.Node, meta: Mapping[str, Any] | None = None, results: FakeResults | None = None
+    ) -> None:
         self.anchor = anchor
+        self._results = results or FakeResults()
         self._kept = {key: value for key, value in (anchor.meta if meta is None else meta).items() if key not in _OWN}
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, evaluated on the fake values of its arguments."""
-        value = fake_evaluated(target, args, kwargs)
+        value = self._results.of(target, args, kwargs)
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
         node.meta = {**self._kept, "val": value}

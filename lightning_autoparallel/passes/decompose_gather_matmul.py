@@ -7,9 +7,12 @@ where it is predicted to be faster, and how it is written.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.fx.calls import FakeResults
 from lightning_autoparallel.passes.decompose import DecomposeOptions, feeds_products, read_gather, write_gather
 from lightning_autoparallel.passes.decompose.choose import Decomposition, Preview, decompose
 
@@ -29,5 +32,6 @@ def decompose_gather_matmul(
     Raises:
         ConfigError: what is forced cannot be done by the backend.
     """
-    way = Decomposition(what="all_gather", is_candidate=feeds_products, read=read_gather, write=write_gather)
+    write = partial(write_gather, results=FakeResults())
+    way = Decomposition(what="all_gather", is_candidate=feeds_products, read=read_gather, write=write)
     return decompose(graph, way, options or DecomposeOptions(), costs, preview)

@@ -7,9 +7,12 @@ where it is predicted to be faster, and how it is written.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.fx.calls import FakeResults
 from lightning_autoparallel.passes.decompose import DecomposeOptions, read_scatter, scatters_products, write_scatter
 from lightning_autoparallel.passes.decompose.choose import Decomposition, Preview, decompose
 
@@ -29,5 +32,6 @@ def decompose_matmul_scatter(
     Raises:
         ConfigError: what is forced cannot be done by the backend.
     """
-    way = Decomposition(what="reduce_scatter", is_candidate=scatters_products, read=read_scatter, write=write_scatter)
+    write = partial(write_scatter, results=FakeResults())
+    way = Decomposition(what="reduce_scatter", is_candidate=scatters_products, read=read_scatter, write=write)
     return decompose(graph, way, options or DecomposeOptions(), costs, preview)

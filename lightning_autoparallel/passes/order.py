@@ -54,7 +54,7 @@ def split_passes(
     run by the caller, and is not reckoned with.
     """
     later = partial(_launching_passes, bucket_limit, costs)
-    preview = None if costs is None else partial(_preview, later, costs, surroundings, disabled)
+    preview = None if costs is None else partial(_preview, {}, later, costs, surroundings, disabled)
     gathers = partial(decompose_gather_matmul, options=decompose, costs=costs, preview=preview)
     scatters = partial(decompose_matmul_scatter, options=decompose, costs=costs, preview=preview)
     return (
@@ -82,6 +82,7 @@ def _launching_passes(
 
 
 def _preview(
+    known: dict[str, Timeline],
     later: Callable[[SurroundingsOf | None], Sequence[GraphPass]],
     costs: CostModel,
     surroundings: SurroundingsOf | None,
@@ -89,14 +90,21 @@ def _preview(
     graph: fx.Graph,
     asked: fx.Graph,
 ) -> Timeline:
-    """The timeline of ``asked``, which is ``graph`` or a rewritten copy of it, as later passes will leave it."""
+    """The timeline of ``asked``, which is ``graph`` or a rewritten copy of it, as later passes will leave it.
+
+    ``known`` keeps them: what one pass has chosen is what the next one starts from.
+    """
+    text = str(asked)
+    if text in known:
+        return known[text]
     around = None if surroundings is None else surroundings(graph)
     copied = fx.Graph()
     copied.output(copied.graph_copy(asked, {}))
     for graph_pass in later(None if around is None else lambda _: around):
         if graph_pass.name not in disabled:
             graph_pass.run(copied)
-    return costs.timeline(copied)
+    known[text] = costs.timeline(copied)
+    return known[text]
 
 
 def all_passes() -> tuple[GraphPass, ...]:

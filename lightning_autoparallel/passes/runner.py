@@ -47,11 +47,13 @@ def run_passes(
     Raises:
         PassError: a pass left a graph that does not lint.
     """
-    return tuple(
+    reports = tuple(
         _run_one(graph_module, graph_name, graph_pass, axes_by_group, artifacts)
         for graph_pass in passes
         if graph_pass.name not in disabled
     )
+    graph_module.recompile()  # passes and dumps read the graph only
+    return reports
 
 
 def _run_one(
@@ -71,7 +73,6 @@ def _run_one(
         graph.lint()
     except RuntimeError as error:
         raise PassError(f"pass {graph_pass.name} left a broken graph of {graph_name}: {error}") from error
-    graph_module.recompile()
     artifacts.graph(f"{graph_name}/{graph_pass.name}.after", graph_module)
     return PassReport(
         name=graph_pass.name,

@@ -47,18 +47,19 @@ def schedule_overlap(
     before = list(graph.nodes)[:-1]
     around = surroundings(graph) if surroundings is not None else _all_held(graph)
     try:
-        old_time, old_memory = costs.timeline(graph), predict_memory(graph, surroundings=around)
+        times_us = costs.graph_times_us(graph)
+        old_time, old_memory = costs.timeline(graph, times_us), predict_memory(graph, surroundings=around)
         options = ScheduleOptions(
             max_compute_prefetch=max_compute_prefetch,
             put_off=put_off,
             limit_bytes=old_memory.peak_bytes + extra_bytes,
         )
-        calls = read_calls(graph, costs)
+        calls = read_calls(graph, costs, times_us)
         note_runs(graph, calls.heavy.__contains__)
         reorder(graph, schedule(calls, LiveBytes(graph, around), options, old_memory.live_bytes))
     except (UnsupportedOpError, ConfigError) as error:
         return (f"skipped: {error}",)
-    time, memory = costs.timeline(graph), predict_memory(graph, surroundings=around)
+    time, memory = costs.timeline(graph, times_us), predict_memory(graph, surroundings=around)
     compared = _compared(old_time, time, old_memory, memory)
     is_faster = time.time_us <= old_time.time_us * (1 - _LEAST_GAIN)
     if is_faster and memory.peak_bytes <= options.limit_bytes:

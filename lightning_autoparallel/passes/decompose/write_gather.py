@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import fx
 
-from lightning_autoparallel.fx.calls import Calls
+from lightning_autoparallel.fx.calls import Calls, FakeResults
 from lightning_autoparallel.passes.bucketing.moves import hoist
 from lightning_autoparallel.passes.decompose.chunks import AbsoluteChunks, Chunks, RelativeChunks
 from lightning_autoparallel.passes.decompose.cuts import Cut, move_part
@@ -17,13 +17,14 @@ from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
 
 
-def write_gather(gather: Gather, options: DecomposeOptions) -> None:
+def write_gather(gather: Gather, options: DecomposeOptions, results: FakeResults | None = None) -> None:
     """Replace the gather, and its products by their parts joined or added."""
-    _Writer(gather, options).write()
+    _Writer(gather, options, results or FakeResults()).write()
 
 
 class _Writer:
-    def __init__(self, gather: Gather, options: DecomposeOptions) -> None:
+    def __init__(self, gather: Gather, options: DecomposeOptions, results: FakeResults) -> None:
+        self._calls = partial(Calls, results=results)
         self._gather, self._options = gather, options
         self._anchor = gather.products[0].product.node
         is_broadcast = options.order == "broadcast"
@@ -36,9 +37,9 @@ class _Writer:
         for one in self._gather.products:
             for other in one.others:
                 hoist(other, self._anchor)
-        call = Calls(self._anchor, self._gather.node.meta)
+        call = self._calls(self._anchor, self._gather.node.meta)
         for step in range(self._first, min(self._first + self._options.depth, self._gather.ranks)):
-            self._start(Calls(self._gather.node), step, self._gather.shard)
+            self._start(self._calls(self._gather.node), step, self._gather.shard)
         parts: list[list[fx.Node]] = [[] for _ in self._gather.products]
         for step in range(self._gather.ranks):
             shard = self._gather.shard
@@ -64,7 +65,7 @@ class _Writer:
     def _multiply(self, step: int, shard: fx.Node, parts: list[list[fx.Node]]) -> None:
         made = {self._gather.node: shard}
         for one, found in zip(self._gather.products, parts, strict=True):
-            call = Calls(self._anchor, one.product.node.meta)
+            call = self._calls(self._anchor, one.product.node.meta)
             operand = self._part(call, one.product.operand(one.side), made)
             found.append(one.part(call, operand, partial(self._chunk, step=step)))
             found[-1].meta[PARTIAL] = True
@@ -81,7 +82,7 @@ class _Writer:
 
     def _replace(self, one: CutProduct, parts: list[fx.Node]) -> None:
         node = one.product.node
-        call = Calls(self._anchor, node.meta)
+        call = self._calls(self._anchor, node.meta)
         if one.kind == "contracting":
             whole = one.finished(call, self._chunks.added(call, parts))
         else:

@@ -8,7 +8,7 @@ from functools import partial, reduce
 import torch
 from torch import fx
 
-from lightning_autoparallel.fx.calls import Calls
+from lightning_autoparallel.fx.calls import Calls, FakeResults
 from lightning_autoparallel.passes.decompose.chunks import RelativeChunks
 from lightning_autoparallel.passes.decompose.cuts import Cut, move_part
 from lightning_autoparallel.passes.decompose.gathers import PARTIAL
@@ -21,19 +21,20 @@ from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
 aten = torch.ops.aten
 
 
-def write_scatter(scatter: Scatter, options: DecomposeOptions) -> None:
+def write_scatter(scatter: Scatter, options: DecomposeOptions, results: FakeResults | None = None) -> None:
     """Replace the reduce-scatter by transfers of what the parts of its products give."""
-    writer = _Writer(scatter, options)
+    writer = _Writer(scatter, options, results or FakeResults())
     total = writer.passed_on() if options.order == "cyclic" else writer.sent_straight()
     writer.replace(total)
 
 
 class _Writer:
-    def __init__(self, scatter: Scatter, options: DecomposeOptions) -> None:
+    def __init__(self, scatter: Scatter, options: DecomposeOptions, results: FakeResults) -> None:
+        self._calls = partial(Calls, results=results)
         self._scatter, self._depth = scatter, options.depth
         self._chunks = RelativeChunks(ranks=scatter.ranks, group=scatter.group)
-        self._call = Calls(scatter.node)
-        self._end = Calls(min(scatter.waits), scatter.node.meta)  # nodes compare by their place in the graph
+        self._call = self._calls(scatter.node)
+        self._end = self._calls(min(scatter.waits), scatter.node.meta)  # nodes compare by their place in the graph
 
     def sent_straight(self) -> fx.Node:
         """Every rank computes what goes to each other one and sends it there; its own part is the last."""
@@ -84,7 +85,7 @@ class _Writer:
         return self._call.contiguous(self._made(self._scatter.scattered, step))
 
     def _made(self, node: fx.Node, step: int) -> fx.Node:
-        cut, call = self._scatter.cuts[node], Calls(self._scatter.node, node.meta)
+        cut, call = self._scatter.cuts[node], self._calls(self._scatter.node, node.meta)
         product = product_of(node)
         if product is not None:
             part = _product_part(call, product, cut, self._chunks, step)

@@ -32,14 +32,12 @@ class Calls:
     feeding: frozenset[fx.Node]
 
 
-def read_calls(graph: fx.Graph, costs: CostModel) -> Calls:
-    """The facts of ``graph``.
+def read_calls(graph: fx.Graph, costs: CostModel, times_us: Mapping[fx.Node, float]) -> Calls:
+    """The facts of ``graph``, whose calls take ``times_us`` on the compute stream.
 
     Raises:
-        UnsupportedOpError: an operator or a process group of which nothing is known.
-        ConfigError: the hardware has no peak for the dtype of a matrix product.
+        UnsupportedOpError: a process group of which nothing is known.
     """
-    times_us = costs.graph_times_us(graph)
     nodes = tuple(node for node in graph.nodes if node.op != "output")
     heavy = frozenset(filter(is_heavy, nodes))
     return Calls(

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_autoparallel.cost.fusion import graph_traffic, node_traffic
+from lightning_autoparallel.cost.fusion import graph_kinds, graph_traffic, node_traffic
 from tests.unit.cost._graphs import Builder, aten
 
 KIB = 1024  # 16 x 16 values of float32
 
 
 def traffic_of(build: Builder, *nodes):
-    counted = graph_traffic(build.output(*nodes))
+    graph = build.output(*nodes)
+    counted = graph_traffic(graph, graph_kinds(graph))
     return {node.name: size for node, size in counted.items() if size}
 
 
