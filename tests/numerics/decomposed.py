@@ -9,8 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_autoparallel import parallelize
+from lightning_autoparallel import autoparallel_backend, parallelize
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
+from lightning_autoparallel.pipeline import ParallelModule
+
+VOCABULARY = 128
 
 RULES: dict[str, Any] = {
     "*.tok_embeddings.weight": {"tp": "S(0)"},
@@ -36,27 +39,50 @@ class Scored(nn.Module):
         return F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
 
 
-def train(decompose: str | dict[str, Any], steps: int) -> dict[str, Any]:
-    """Losses, the norm of every gradient at the first step, and what the graphs launch, by half and kind."""
+def parallel_model(decompose: str | dict[str, Any], sample: tuple[Tensor, Tensor]) -> ParallelModule:
+    """The same weights in every call, cut over all ranks."""
     torch.manual_seed(0)
-    module = Scored()
-    size = module.net.config.vocab_size
-    generator = torch.Generator().manual_seed(1)
-    text = torch.randint(0, size, (4, 33), generator=generator).expand(steps, 4, 33)
-    batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in text]
-    parallel = parallelize(
-        module,
-        batches[0],
+    return parallelize(
+        Scored(),
+        sample,
         {"tp": dist.get_world_size()},
         {"base": "fsdp", "rules": RULES},
         activation_checkpointing="selective",
         compile=False,
         decompose_matmuls=decompose,
     )
+
+
+def sample_batch() -> tuple[Tensor, Tensor]:
+    """Tokens and their successors."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(0, VOCABULARY, (4, 33), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def traced() -> list[list[float]]:
+    """Loss and gradient norms of a decomposed step: by itself, and under torch.compile."""
+    batch = sample_batch()
+    parallel = parallel_model("always", batch)
+    compiled = torch.compile(parallel, backend=autoparallel_backend(compile=False), fullgraph=True)
+    found = []
+    for run in (parallel, compiled):
+        loss = run(*batch)
+        loss.backward()
+        norms = [float(parameter.grad.full_tensor().norm()) for parameter in parallel.parameters()]
+        found.append([float(loss.detach()), *norms])
+        parallel.zero_grad()
+    return found
+
+
+def train(decompose: str | dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses, the norm of every gradient at the first step, and what the graphs launch, by half and kind."""
+    batch = sample_batch()
+    parallel = parallel_model(decompose, batch)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     losses: list[float] = []
     norms: list[float] = []
-    for batch in batches:
+    for _ in range(steps):
         loss = parallel(*batch)
         optimizer.zero_grad()
         loss.backward()

@@ -41,6 +41,7 @@ def test_a_gather_hides_behind_what_runs_before_its_wait():
     assert timeline.communication_us == pytest.approx(GATHER_US)
     assert timeline.time_us == pytest.approx(GATHER_US + PRODUCT_US)
     assert timeline.exposed_us == pytest.approx(GATHER_US - 2 * KIB_US)
+    assert timeline.stalls_us == {started.name: pytest.approx(GATHER_US - 2 * KIB_US)}
 
 
 def test_a_collective_starts_after_what_comes_before_it_on_the_compute_stream():
