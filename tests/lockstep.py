@@ -54,15 +54,24 @@ def _evaluated(arguments: Any, env: Mapping[fx.Node, Any]) -> Any:
     return fx.map_arg(arguments, lambda node: env[node])
 
 
-def _communicate(nodes: Sequence[fx.Node], envs: Sequence[Mapping[fx.Node, Any]], groups: Groups) -> list[Tensor]:
-    results: dict[int, Tensor] = {}
+def _communicate(nodes: Sequence[fx.Node], envs: Sequence[Mapping[fx.Node, Any]], groups: Groups) -> list[Any]:
+    results: dict[int, Any] = {}
     for ranks in groups[fxn.group_of(nodes[0])]:
-        sent = [envs[rank][nodes[rank].args[0]] for rank in ranks]
-        assert len({tensor.shape for tensor in sent}) == 1, "ranks send different shapes"
-        assert all(tensor.is_contiguous() for tensor in sent), "collectives need contiguous tensors"
+        sent = [_evaluated(nodes[rank].args[0], envs[rank]) for rank in ranks]
         arguments = [nodes[rank].args[1:-1] for rank in ranks]
-        results |= dict(zip(ranks, _COLLECTIVES[nodes[0].target](sent, arguments), strict=True))
+        if nodes[0].target is collectives.ALL_GATHER_SEVERAL:
+            each = [_run(collectives.ALL_GATHER, list(tensors), arguments) for tensors in zip(*sent, strict=True)]
+            received: list[Any] = [list(results) for results in zip(*each, strict=True)]
+        else:
+            received = _run(nodes[0].target, sent, arguments)
+        results |= dict(zip(ranks, received, strict=True))
     return [results[rank] for rank in range(len(nodes))]
+
+
+def _run(target: Any, sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:
+    assert len({tensor.shape for tensor in sent}) == 1, "ranks send different shapes"
+    assert all(tensor.is_contiguous() for tensor in sent), "collectives need contiguous tensors"
+    return _COLLECTIVES[target](sent, arguments)
 
 
 def _all_gather(sent: list[Tensor], arguments: list[Any]) -> list[Tensor]:

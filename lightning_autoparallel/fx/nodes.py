@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 _KINDS = {
     collectives.ALL_GATHER: "all_gather",
+    collectives.ALL_GATHER_SEVERAL: "all_gather",
     collectives.REDUCE_SCATTER: "reduce_scatter",
     collectives.ALL_REDUCE: "all_reduce",
     collectives.ALL_TO_ALL: "all_to_all",
@@ -86,6 +87,12 @@ def collective_role(node: fx.Node) -> str | None:
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
     return node.target is collectives.WAIT
+
+
+def waits_of(collective: fx.Node) -> list[fx.Node]:
+    """The waits for a collective's result, or for its results where it has several."""
+    results = [user for user in collective.users if is_getitem(user)] or [collective]
+    return [user for result in results for user in result.users if is_wait(user)]
 
 
 def waited_collective(wait: fx.Node) -> fx.Node | None:
@@ -207,9 +214,9 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def collective_size_bytes(node: fx.Node) -> int:
-    """Bytes per rank of the larger side of a collective: the gathered, or the not yet scattered, tensor."""
-    sides = [value for value in (node.meta["val"], node.args[0].meta["val"]) if isinstance(value, Tensor)]  # type: ignore[union-attr]
-    return max(size_bytes(side) for side in sides)
+    """Bytes per rank of the larger side of a collective: the gathered, or the not yet scattered, tensors."""
+    sent = [value for operand in node.all_input_nodes for value in values(operand)]
+    return max(sum(size_bytes(value) for value in side if value is not None) for side in (values(node), sent))
 
 
 def collectives_of(graph: fx.Graph) -> Iterator[fx.Node]:

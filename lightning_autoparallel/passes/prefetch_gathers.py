@@ -17,7 +17,7 @@ def prefetch_gathers(graph: fx.Graph, *, depth: int = 1) -> tuple[str, ...]:
     gathers = [node for node in graph.nodes if fxn.collective_kind(node) == "all_gather" and _starts_early(node)]
     moved = 0
     for earlier, gather in zip(gathers, gathers[depth:], strict=False):
-        wait = next((user for user in earlier.users if fxn.is_wait(user)), None)
+        wait = min(fxn.waits_of(earlier), default=None)
         if wait is None or gather < wait:  # nodes compare by their place in the graph
             continue
         hoist(gather, wait)

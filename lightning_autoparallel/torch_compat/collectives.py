@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_t
 c10d = torch.ops._c10d_functional
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
+ALL_GATHER_SEVERAL = c10d.all_gather_into_tensor_coalesced.default  # one launch for a list of tensors
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default

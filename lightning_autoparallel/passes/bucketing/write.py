@@ -1,8 +1,9 @@
-"""One collective for a bucket: members laid side by side, launched once, taken apart again."""
+"""One collective for a bucket: of a list of tensors where they are gathered, side by side where they are reduced."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +17,6 @@ from lightning_autoparallel.passes.bucketing.moves import hoist, sink
 from lightning_autoparallel.torch_compat import collectives
 
 aten = torch.ops.aten
-
-_CONTIGUOUS = torch.contiguous_format
-_SMALL = 64  # a member is small if it is at most this fraction of its bucket
 
 
 class BucketWriter:
@@ -39,53 +37,23 @@ class BucketWriter:
         else:
             self._reduce(members, shared)
 
-    # -- gathers: launched with the first of them, each taken out of the result where it was waited for ----------------
+    # -- gathers: launched with the first of them, each waited for where it was ----------------------------------------
 
     def _gather(self, members: list[fx.Node], shared: dict[str, Any]) -> None:
-        # The widest first, so that each part begins at a multiple of its elements' size.
-        ordered = sorted(members, key=lambda member: -_value(member).element_size())
-        gathered = self._launch_gather(members[0], ordered, shared)
-        earliest = min(user for member in members for user in member.users)
-        call = self._caller(earliest, shared, tagged=False)
-        whole = call(collectives.WAIT, gathered)
-        ranks, begin_bytes, rows = members[0].args[1], 0, {}
-        assert isinstance(ranks, int)
-        for member in ordered:
-            dtype, size_bytes = _value(member).dtype, fxn.size_bytes(_value(_operand(member)))
-            if dtype not in rows:
-                flat = whole if dtype == _value(whole).dtype else call(aten.view.dtype, whole, dtype)
-                rows[dtype] = call(aten.view.default, flat, [ranks, _value(flat).numel() // ranks])
-            # Small ones are taken out at once: waiting for their use they would keep all of the bucket in memory.
-            is_small = size_bytes * ranks * _SMALL <= fxn.size_bytes(_value(whole))
-            anchor = earliest if is_small else min(member.users)
-            itemsize = _value(member).element_size()
-            self._take_out(member, anchor, rows[dtype], begin_bytes // itemsize, (begin_bytes + size_bytes) // itemsize)
-            begin_bytes += size_bytes
-        self._erase(members)
+        """One launch of several tensors: nothing is copied, and each is freed by itself.
 
-    def _launch_gather(self, first: fx.Node, ordered: list[fx.Node], shared: dict[str, Any]) -> fx.Node:
-        """One gather in place of ``first``, of all shards one after another; as bytes where they differ in dtype."""
-        for member in ordered:
-            hoist(_operand(member), first)
-        call = self._caller(first, shared)
-        as_bytes = len({_value(member).dtype for member in ordered}) > 1
-        joined = call(aten.cat.default, [_flat(call, _operand(member), as_bytes) for member in ordered])
-        missing = -_value(joined).numel() % _value(ordered[0]).element_size() if as_bytes else 0
-        if missing:
-            joined = call(aten.constant_pad_nd.default, joined, [0, missing])
-        return call(collectives.ALL_GATHER, joined, *first.args[1:])
-
-    def _take_out(self, member: fx.Node, anchor: fx.Node, rows: fx.Node, begin: int, end: int) -> None:
-        """Columns ``begin`` to ``end`` of every rank's row, copied together before ``anchor``: what ``member`` gave.
-
-        Made where a value is first used, so that of the bucket's members one at a time exists twice.
+        Backends know a list of tensors: NCCL makes one kernel of a group of calls ("Group Calls", NCCL's user guide).
         """
-        wait = min(member.users)
-        call = self._caller(anchor, wait.meta)
-        part = call(aten.clone.default, call(aten.slice.Tensor, rows, 1, begin, end), memory_format=_CONTIGUOUS)
-        whole = call(aten.view.default, part, list(_value(wait).shape))
-        for user in list(member.users):
-            user.replace_all_uses_with(whole)
+        first = members[0]
+        for member in members:
+            hoist(_operand(member), first)
+        gathered = self._caller(first, shared)(
+            collectives.ALL_GATHER_SEVERAL, [_operand(member) for member in members], *first.args[1:]
+        )
+        for position, member in enumerate(members):
+            call = self._caller(first, member.meta, tagged=False)
+            member.replace_all_uses_with(call(operator.getitem, gathered, position))
+        self._erase(members)
 
     # -- reductions: launched with the last of them, what follows each of them moves behind ----------------------------
 
@@ -150,8 +118,6 @@ def _operand(collective: fx.Node) -> fx.Node:
     return operand
 
 
-def _flat(call: Callable[..., fx.Node], node: fx.Node, as_bytes: bool = False) -> fx.Node:
-    """One row of the node's elements, or of their bytes; collectives are given contiguous values."""
-    if _value(node).dim() != 1:
-        node = call(aten.view.default, node, [_value(node).numel()])
-    return call(aten.view.dtype, node, torch.uint8) if as_bytes and _value(node).dtype != torch.uint8 else node
+def _flat(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+    """One row of the node's elements; collectives are given contiguous values."""
+    return node if _value(node).dim() == 1 else call(aten.view.default, node, [_value(node).numel()])

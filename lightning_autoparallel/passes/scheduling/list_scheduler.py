@@ -165,7 +165,11 @@ class _Scheduler:
         self._heavy_run += node in self._calls.heavy
         for later in self._needed_by.get(node, ()):
             self._missing[later] -= 1
-            if not self._missing[later]:
+            if self._missing[later]:
+                continue
+            if fxn.is_getitem(later):
+                self._run(later)  # at once: all results are held while one of them is still to be taken
+            else:
                 insort(self._ready, self._entry(later))
         while self._unwaited and self._clock.left_us(self._unwaited[0]) <= 0:
             self._run(self._unwaited.popleft())

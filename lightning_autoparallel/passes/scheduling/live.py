@@ -61,15 +61,10 @@ class LiveBytes:
             if is_held:
                 readers[index].add(_output_of(node.graph))
         if fxn.collective_kind(node) in READ_WHILE_RUNNING:
-            waits = _waits_of(node) or [_output_of(node.graph)]
+            waits = fxn.waits_of(node) or [_output_of(node.graph)]
             for index in {i for argument in node.all_input_nodes for i in self._storages.of(argument)}:
                 readers[index].update(waits)
 
 
 def _output_of(graph: fx.Graph) -> fx.Node:
     return graph.output_node()
-
-
-def _waits_of(collective: fx.Node) -> list[fx.Node]:
-    results = [user for user in collective.users if fxn.is_getitem(user)] or [collective]
-    return [user for result in results for user in result.users if fxn.is_wait(user)]
