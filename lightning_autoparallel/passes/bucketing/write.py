@@ -47,12 +47,19 @@ class BucketWriter:
         first = members[0]
         for member in members:
             hoist(_operand(member), first)
-        gathered = self._caller(first, shared)(
-            collectives.ALL_GATHER_SEVERAL, [_operand(member) for member in members], *first.args[1:]
-        )
+        # Gloo converts a list to the first one's dtype; bytes are moved as they are.
+        as_bytes = len({_value(member).dtype for member in members}) > 1
+        start = self._caller(first, first.meta, tagged=False)
+        operands = [_operand(member) for member in members]
+        sent = [start(aten.view.dtype, operand, torch.uint8) if as_bytes else operand for operand in operands]
+        gathered = self._caller(first, shared)(collectives.ALL_GATHER_SEVERAL, sent, *first.args[1:])
         for position, member in enumerate(members):
-            call = self._caller(first, member.meta, tagged=False)
-            member.replace_all_uses_with(call(operator.getitem, gathered, position))
+            item = self._caller(first, member.meta, tagged=False)(operator.getitem, gathered, position)
+            for wait in list(member.users):
+                call = self._caller(wait, wait.meta)
+                whole = call(collectives.WAIT, item)
+                whole = call(aten.view.dtype, whole, _value(member).dtype) if as_bytes else whole
+                wait.replace_all_uses_with(whole)
         self._erase(members)
 
     # -- reductions: launched with the last of them, what follows each of them moves behind ----------------------------
