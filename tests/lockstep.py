@@ -60,6 +60,7 @@ def _communicate(nodes: Sequence[fx.Node], envs: Sequence[Mapping[fx.Node, Any]]
         sent = [_evaluated(nodes[rank].args[0], envs[rank]) for rank in ranks]
         arguments = [nodes[rank].args[1:-1] for rank in ranks]
         if nodes[0].target is collectives.ALL_GATHER_SEVERAL:
+            assert len({tensor.dtype for tensors in sent for tensor in tensors}) == 1, "gloo rounds to the first dtype"
             each = [_run(collectives.ALL_GATHER, list(tensors), arguments) for tensors in zip(*sent, strict=True)]
             received: list[Any] = [list(results) for results in zip(*each, strict=True)]
         else:

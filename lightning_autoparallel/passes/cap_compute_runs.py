@@ -45,7 +45,7 @@ def _start_sooner(reduction: fx.Node, run: list[fx.Node], allowed: int) -> list[
         if node not in needed:
             left.append(node)
     # A random call draws what the one before it left: it may not pass another.
-    if not left or any(map(fxn.is_random, moving_with(reduction, left[-1]))):
+    if not left or any(map(fxn.is_random, moving_with([reduction], left[-1]))):
         return []
     hoist(reduction, left[-1])
     return left[::-1]

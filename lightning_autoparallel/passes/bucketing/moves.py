@@ -11,14 +11,14 @@ from lightning_autoparallel.fx import nodes as fxn
 
 def hoist(node: fx.Node, anchor: fx.Node) -> None:
     """Move ``node``, and what it needs that is not there yet, right before ``anchor``; their order is kept."""
-    for needed in moving_with(node, anchor):
+    for needed in moving_with([node], anchor):
         anchor.prepend(needed)
 
 
-def moving_with(node: fx.Node, anchor: fx.Node) -> list[fx.Node]:
-    """What ``hoist`` would move, in order."""
+def moving_with(nodes: Iterable[fx.Node], anchor: fx.Node) -> list[fx.Node]:
+    """What ``hoist`` would move to have ``nodes`` before ``anchor``, in order."""
     # nodes compare by their place in the graph
-    return sorted(fxn.with_ancestors([node], among=lambda late: late.op == "call_function" and not late < anchor))
+    return sorted(fxn.with_ancestors(nodes, among=lambda late: late.op == "call_function" and not late < anchor))
 
 
 def sink(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import FakeResults
+from lightning_autoparallel.fx.calls import Calls, FakeResults
 from lightning_autoparallel.passes.bucketing.choose import common_path
 from lightning_autoparallel.passes.bucketing.moves import hoist, sink
 from lightning_autoparallel.torch_compat import collectives
@@ -49,12 +49,12 @@ class BucketWriter:
             hoist(_operand(member), first)
         # Gloo converts a list to the first one's dtype; bytes are moved as they are.
         as_bytes = len({_value(member).dtype for member in members}) > 1
-        start = self._caller(first, first.meta, tagged=False)
+        start = self._caller(first, shared)
         operands = [_operand(member) for member in members]
         sent = [start(aten.view.dtype, operand, torch.uint8) if as_bytes else operand for operand in operands]
-        gathered = self._caller(first, shared)(collectives.ALL_GATHER_SEVERAL, sent, *first.args[1:])
+        gathered = self._launch(first, shared, collectives.ALL_GATHER_SEVERAL, sent, *first.args[1:])
         for position, member in enumerate(members):
-            item = self._caller(first, member.meta, tagged=False)(operator.getitem, gathered, position)
+            item = self._caller(first, member.meta)(operator.getitem, gathered, position)
             for wait in list(member.users):
                 call = self._caller(wait, wait.meta)
                 whole = call(collectives.WAIT, item)
@@ -78,8 +78,7 @@ class BucketWriter:
             joined = call(aten.view.default, joined, [_value(joined).numel()])
         else:
             joined = call(aten.cat.default, [_flat(call, _operand(member)) for member in members])
-        reduced = call(last.target, joined, reduce_op, *rest)
-        call = self._caller(last, shared, tagged=False)
+        reduced = self._launch(last, shared, last.target, joined, reduce_op, *rest)
         whole = call(collectives.WAIT, reduced)
         begin = 0
         for member in members:
@@ -100,18 +99,15 @@ class BucketWriter:
                 self._graph.erase_node(wait)
             self._graph.erase_node(member)
 
-    def _caller(self, anchor: fx.Node, meta: dict[str, Any], *, tagged: bool = True) -> Callable[..., fx.Node]:
-        """A function that adds calls right before ``anchor``, of the same place in the user's code as ``meta``."""
-        left_out = {"val", "tensor_meta", "original_aten"} | (set() if tagged else {"collective_role"})
-        kept = {key: value for key, value in meta.items() if key not in left_out}
+    def _caller(self, anchor: fx.Node, meta: dict[str, Any]) -> Calls:
+        """Adds calls right before ``anchor``, of the same place in the user's code as ``meta``."""
+        return Calls(anchor, meta, self._results)
 
-        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            with self._graph.inserting_before(anchor):
-                node = self._graph.call_function(target, args, kwargs)
-            node.meta = {**kept, "val": self._results.of(target, args, kwargs)}
-            return node
-
-        return call
+    def _launch(self, anchor: fx.Node, shared: dict[str, Any], target: Any, *args: Any) -> fx.Node:
+        """The collective of a bucket, tagged as its members were."""
+        node = self._caller(anchor, shared)(target, *args)
+        node.meta["collective_role"] = shared["collective_role"]
+        return node
 
 
 def _value(node: fx.Node) -> Tensor:
@@ -125,6 +121,6 @@ def _operand(collective: fx.Node) -> fx.Node:
     return operand
 
 
-def _flat(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+def _flat(call: Calls, node: fx.Node) -> fx.Node:
     """One row of the node's elements; collectives are given contiguous values."""
     return node if _value(node).dim() == 1 else call(aten.view.default, node, [_value(node).numel()])

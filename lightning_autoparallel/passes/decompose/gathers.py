@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.bucketing.moves import moving_with
 from lightning_autoparallel.passes.decompose.cuts import Cut, behind, moves
 from lightning_autoparallel.passes.decompose.products import CutProduct, product_of
 
@@ -112,7 +113,7 @@ def _check_order(gather: fx.Node, products: list[CutProduct]) -> None:
     for other in others:
         if other in depending:
             raise NotDecomposable(f"{fxn.call_of(other)}, which it is multiplied with, depends on it")
-    if any(fxn.is_random(node) for node in needed_late(others, products[0].product.node)):
+    if any(fxn.is_random(node) for node in moving_with(others, products[0].product.node)):
         raise NotDecomposable("what it is multiplied with is drawn at random behind it")
 
 
@@ -126,15 +127,3 @@ def _depending(source: fx.Node, last: fx.Node) -> set[fx.Node]:
                 found.add(user)
                 pending.append(user)
     return found
-
-
-def needed_late(nodes: Iterable[fx.Node], anchor: fx.Node) -> set[fx.Node]:
-    """What must move for ``nodes`` to be there before ``anchor``."""
-    late: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in late and node.op == "call_function" and not node < anchor:
-            late.add(node)
-            pending.extend(node.all_input_nodes)
-    return late

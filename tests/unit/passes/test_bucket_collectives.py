@@ -104,7 +104,7 @@ def kinds(nodes: list[fx.Node]) -> list[str | None]:
         [torch.bfloat16, torch.float32, torch.bfloat16],
         [torch.uint8, torch.float64, torch.bfloat16],
     ],
-    ids=["alike", "two dtypes", "padded bytes"],
+    ids=["alike", "two dtypes", "three dtypes"],
 )
 def test_gathers_become_one_and_every_member_gets_its_own(dtypes: list[torch.dtype]):
     draft = Draft()
