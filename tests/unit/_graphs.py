@@ -17,7 +17,7 @@ from lightning_autoparallel.capture import (
     describe_batch,
     flatten_batch,
 )
-from lightning_autoparallel.contracts import CapturedGraph
+from lightning_autoparallel.contracts import CapturedGraph, PlanReport
 
 
 def request_of(
@@ -65,3 +65,10 @@ def run_captured(graph: CapturedGraph, module: nn.Module, batch: Any, tangent: f
         values.append(tangents if item.kind == "tangent" else table[item.kind][item.name].detach())
     results = graph.graph_module(*values)
     return {(item.kind, item.name): value for item, value in zip(graph.outputs, results, strict=True)}
+
+
+def report_of(**known: Any) -> PlanReport:
+    """A report of a step about which nothing else is known."""
+    nothing: dict[str, Any] = {"graph": "step", "mesh": {"dp_shard": 2}, "plan": "fsdp", "timings_s": {}}
+    nothing |= {"collectives": {}, "saved_bytes": 0, "parameters_bytes": 0, "gradients_bytes": 0}
+    return PlanReport(**{**nothing, **known})

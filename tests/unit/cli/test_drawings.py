@@ -9,8 +9,9 @@ import pytest
 
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
-from lightning_autoparallel.contracts import GraphPrediction, PlanReport, TimelineEvent
+from lightning_autoparallel.contracts import GraphPrediction, TimelineEvent
 from lightning_autoparallel.errors import ConfigError
+from tests.unit._graphs import report_of
 
 
 def graph(*events: TimelineEvent, time_us: float) -> GraphPrediction:
@@ -29,15 +30,8 @@ def event(name: str, stream: str, start_us: float, duration_us: float) -> Timeli
     return TimelineEvent(name=name, stream=stream, start_us=start_us, duration_us=duration_us)
 
 
-REPORT = PlanReport(
+REPORT = report_of(
     graph="training_step",
-    mesh={"dp_shard": 2},
-    plan="fsdp",
-    timings_s={},
-    collectives={},
-    saved_bytes=0,
-    parameters_bytes=0,
-    gradients_bytes=0,
     hardware={"name": "h100"},
     predictions={
         "forward": graph(event("gather", "dp_shard", 0.0, 5.0), event("mm", "compute", 5.0, 3.0), time_us=8.0),

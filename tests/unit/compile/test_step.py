@@ -18,9 +18,9 @@ from lightning_autoparallel.contracts import (
     GraphInput,
     GraphOutput,
     PartitionedGraph,
-    PlanReport,
     ShardedGraph,
 )
+from tests.unit._graphs import report_of
 
 
 class Watched:
@@ -81,16 +81,7 @@ def _step(backward: Callable[[list[Tensor]], list[Tensor]], forward: Callable[[l
         backward=backward,
         captured=CapturedGraph(name="step", graph_module=module, inputs=inputs, outputs=outputs, output_spec=None),
         constants=(),
-        report=PlanReport(
-            graph="step",
-            mesh={},
-            plan="fsdp",
-            timings_s={},
-            collectives={},
-            saved_bytes=0,
-            parameters_bytes=0,
-            gradients_bytes=0,
-        ),
+        report=report_of(mesh={}),
     )
 
 

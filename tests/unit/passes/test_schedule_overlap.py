@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import fx
 
-from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.schedule_overlap import reorder, schedule_overlap
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE
-from lightning_autoparallel.torch_compat import collectives
 from tests.lockstep import run_lockstep
-from tests.unit.cost._graphs import ROUND, Builder, aten
+from tests.unit.cost._graphs import Builder, aten
+from tests.unit.passes.reductions import COSTS, WIDTH, random_graph, reduce_over
 
-COSTS = CostModel(hardware=ROUND, groups={"tp": GroupShape(ranks=2), "dp": GroupShape(ranks=2)})
-WIDTH = 64
 PRODUCT_US = 3 * 4 * WIDTH**2 / 1e3  # three operands through memory at 1 GB/s
 REDUCED_US = 10 + 2 * 2 + 4 * WIDTH**2 / 1e3  # launch, two hops, each byte once
-
-
-def _reduced(build: Builder, value: fx.Node, group: str, role: str | None = None) -> fx.Node:
-    started = build.valued(value.meta["val"], collectives.ALL_REDUCE, value, "sum", group)
-    if role is not None:
-        started.meta["collective_role"] = role
-    return build.valued(value.meta["val"], collectives.WAIT, started)
 
 
 def _backward(layers: int) -> fx.Graph:
@@ -40,8 +28,8 @@ def _backward(layers: int) -> fx.Graph:
     gradient, results = build.input(WIDTH, WIDTH), []
     for weight, value in zip(weights, saved, strict=True):
         of_weight = build.call(aten.mm.default, value, gradient)
-        results.append(_reduced(build, of_weight, "dp", fxn.TERMINAL_REDUCTION))
-        gradient = _reduced(build, build.call(aten.mm.default, gradient, weight), "tp")
+        results.append(reduce_over(build, of_weight, "dp", fxn.TERMINAL_REDUCTION))
+        gradient = reduce_over(build, build.call(aten.mm.default, gradient, weight), "tp")
     return build.output(gradient, *results)
 
 
@@ -49,7 +37,7 @@ def _order(graph: fx.Graph) -> list[str]:
     return [node.name for node in graph.nodes]
 
 
-def test_gradients_of_weights_run_while_gradients_of_inputs_are_reduced():
+def test_gradients_of_weights_run_while_gradients_of_inputs_arereduced():
     graph = _backward(3)
     before = COSTS.timeline(graph)
     notes = schedule_overlap(graph, costs=COSTS)
@@ -70,7 +58,7 @@ def test_a_gather_that_needs_little_starts_where_its_group_is_idle(seen: bool):
     shard, x, weight = build.input(WIDTH // 2, WIDTH), build.input(WIDTH, WIDTH), build.input(WIDTH, WIDTH)
     first = build.call(aten.mm.default, x, weight)
     second = build.call(aten.mm.default, first, weight)
-    reduced = _reduced(build, second, "tp")
+    reduced = reduce_over(build, second, "tp")
     started = build.gather(build.call(aten.view.default, shard, [-1, WIDTH]), 2, "tp")
     waited = build.wait(build.call(aten.view.default, started, [WIDTH, WIDTH]) if seen else started)
     graph = build.output(build.call(aten.mm.default, reduced, waited))
@@ -84,7 +72,7 @@ def test_no_more_is_alive_than_allowed():
     build = Builder()
     value, gradient = build.input(WIDTH, WIDTH), build.input(WIDTH, WIDTH)
     small = build.call(aten.sum.dim_IntList, build.call(aten.mm.default, value, gradient), [0])
-    reduced = _reduced(build, build.call(aten.mm.default, gradient, gradient), "tp")
+    reduced = reduce_over(build, build.call(aten.mm.default, gradient, gradient), "tp")
     wide = build.call(aten.cat.default, [reduced] * 8)
     graph = build.output(small, build.call(aten.sum.default, wide))
     peak = predict_memory(graph).peak_bytes
@@ -92,27 +80,9 @@ def test_no_more_is_alive_than_allowed():
     assert predict_memory(graph).peak_bytes <= peak
 
 
-def _random_graph(seed: int) -> fx.Graph:
-    choose = random.Random(seed)
-    build = Builder()
-    values = [build.input(WIDTH, WIDTH) for _ in range(4)]
-    for _ in range(40):
-        kind = choose.choice(["mm", "mm", "add", "tp", "dp", "t"])
-        one, two = choose.choice(values), choose.choice(values[-6:])
-        if kind == "mm":
-            values.append(build.call(aten.mm.default, one, two))
-        elif kind == "add":
-            values.append(build.call(aten.add.Tensor, one, two))
-        elif kind == "t":
-            values.append(build.call(aten.clone.default, build.call(aten.t.default, two)))
-        else:
-            values.append(_reduced(build, two, kind))
-    return build.output(*(value for value in values if not value.users))
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_any_graph_stays_whole_and_gets_no_worse(seed: int):
-    graph, same = _random_graph(seed), _random_graph(seed)
+    graph, same = random_graph(seed), random_graph(seed)
     before, time_us = _order(graph), COSTS.timeline(graph).time_us
     peak = predict_memory(graph, surroundings=Surroundings()).peak_bytes
     for each in (graph, same):
@@ -126,7 +96,7 @@ def test_any_graph_stays_whole_and_gets_no_worse(seed: int):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_live_bytes_of_a_schedule_are_those_of_the_cost_model(seed: int):
-    graph = _random_graph(seed)
+    graph = random_graph(seed)
     inputs = [node.name for node in graph.find_nodes(op="placeholder")]
     around = Surroundings(held=inputs[:1], excluded=inputs[1:2])
     live = LiveBytes(graph, around)
@@ -151,7 +121,7 @@ def test_random_calls_keep_their_order():
     build = Builder()
     x = build.input(WIDTH, WIDTH)
     noise = build.call(aten.bernoulli.p, build.call(aten.mm.default, x, x), 0.5)
-    reduced = _reduced(build, build.call(aten.mm.default, x, x), "tp")
+    reduced = reduce_over(build, build.call(aten.mm.default, x, x), "tp")
     more = build.call(aten.bernoulli.p, reduced, 0.5)
     graph = build.output(noise, build.call(aten.add.Tensor, more, reduced))
     schedule_overlap(graph, costs=COSTS)
@@ -191,7 +161,7 @@ def test_an_order_that_gains_nothing_is_kept():
 
 def test_without_costs_nothing_moves():
     build = Builder()
-    graph = build.output(_reduced(build, build.input(4, 4), "unheard_of"))
+    graph = build.output(reduce_over(build, build.input(4, 4), "unheard_of"))
     assert schedule_overlap(graph) == ("skipped: no costs",)
     assert "unheard_of" in schedule_overlap(graph, costs=COSTS)[0]
 

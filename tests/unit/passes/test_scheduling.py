@@ -8,18 +8,14 @@ from collections.abc import Callable
 import pytest
 from torch import fx
 
-from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.schedule_overlap import reorder
 from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
 from lightning_autoparallel.passes.scheduling.early import Room, early_places
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
-from lightning_autoparallel.torch_compat import collectives
-from tests.unit.cost._graphs import ROUND, Builder, aten
-
-COSTS = CostModel(hardware=ROUND, groups={name: GroupShape(ranks=2) for name in ("tp", "dp")})
-WIDTH = 64
+from tests.unit.cost._graphs import Builder, aten
+from tests.unit.passes.reductions import COSTS, WIDTH, random_graph, reduce_over
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["waited for itself", "a view of it waited for"])
@@ -62,12 +58,6 @@ def _scheduled(graph: fx.Graph, extra_bytes: int) -> tuple[int, int]:
     return predict_memory(graph, surroundings=around).peak_bytes, memory.peak_bytes
 
 
-def _reduced(build: Builder, value: fx.Node, group: str, role: str | None = None) -> fx.Node:
-    started = build.valued(value.meta["val"], collectives.ALL_REDUCE, value, "sum", group)
-    started.meta["collective_role"] = role
-    return build.wait(started)
-
-
 def _backward(seed: int) -> fx.Graph:
     """Gradients of weights, whole or summed, beside those of inputs, reduced over tp or not; wide values between."""
     choose = random.Random(seed)
@@ -83,38 +73,19 @@ def _backward(seed: int) -> fx.Graph:
         of_weight = build.call(aten.mm.default, value, gradient)
         if choose.random() < 0.5:
             of_weight = build.call(aten.sum.dim_IntList, of_weight, [0])
-        results.append(_reduced(build, of_weight, "dp", fxn.TERMINAL_REDUCTION))
+        results.append(reduce_over(build, of_weight, "dp", fxn.TERMINAL_REDUCTION))
         gradient = build.call(aten.mm.default, gradient, weight)
         if choose.random() < 0.7:
-            gradient = _reduced(build, gradient, "tp")
+            gradient = reduce_over(build, gradient, "tp")
         if choose.random() < 0.5:
             wide = build.call(aten.cat.default, [gradient] * choose.choice([2, 4, 8]))
             gradient = build.call(aten.mm.default, build.call(aten.t.default, wide), wide)
     return build.output(gradient, *results)
 
 
-def _reuse(seed: int) -> fx.Graph:
-    """Sums and products of any earlier values, some of them reduced."""
-    choose = random.Random(seed)
-    build = Builder()
-    values = [build.input(WIDTH, WIDTH) for _ in range(4)]
-    for _ in range(40):
-        kind = choose.choice(["mm", "mm", "add", "tp", "dp", "t"])
-        one, two = choose.choice(values), choose.choice(values[-6:])
-        if kind == "mm":
-            values.append(build.call(aten.mm.default, one, two))
-        elif kind == "add":
-            values.append(build.call(aten.add.Tensor, one, two))
-        elif kind == "t":
-            values.append(build.call(aten.clone.default, build.call(aten.t.default, two)))
-        else:
-            values.append(_reduced(build, two, kind))
-    return build.output(*(value for value in values if not value.users))
-
-
 @pytest.mark.parametrize(
     ("make", "seed"),
-    [(_backward, 3), (_backward, 8), (_backward, 11), (_reuse, 11), (_reuse, 16), (_reuse, 26)],
+    [(_backward, 3), (_backward, 8), (_backward, 11), (random_graph, 11), (random_graph, 16), (random_graph, 26)],
     ids=["backward 3", "backward 8", "backward 11", "reuse 11", "reuse 16", "reuse 26"],
 )
 def test_a_schedule_keeps_to_its_limit_where_it_would_pass_it(make: Callable[[int], fx.Graph], seed: int):
@@ -127,10 +98,10 @@ def test_a_schedule_keeps_to_its_limit_where_it_would_pass_it(make: Callable[[in
 def test_an_exposed_wait_is_filled_from_behind_it():
     build = Builder()
     x = build.input(WIDTH, WIDTH)
-    reduced = _reduced(build, build.call(aten.mm.default, x, x), "tp")
+    reduced = reduce_over(build, build.call(aten.mm.default, x, x), "tp")
     used = build.call(aten.mm.default, reduced, x)
     # the next collective's operand: nothing may put it off
-    later = _reduced(build, build.call(aten.mm.default, x, build.input(WIDTH, WIDTH)), "dp")
+    later = reduce_over(build, build.call(aten.mm.default, x, build.input(WIDTH, WIDTH)), "dp")
     (started,) = later.all_input_nodes
     graph = build.output(used, later)
     _scheduled(graph, extra_bytes=10**9)
@@ -163,10 +134,10 @@ def test_draws_keep_their_order_where_waiting_would_swap_them():
     def graph(draw: bool) -> tuple[fx.Graph, fx.Node, fx.Node]:
         build = Builder()
         x = build.input(WIDTH, WIDTH)
-        reduced = _reduced(build, build.call(aten.mm.default, x, x), "tp")
+        reduced = reduce_over(build, build.call(aten.mm.default, x, x), "tp")
         op = (aten.bernoulli.p, 0.5) if draw else (aten.mul.Tensor, 2)
         first, second = (build.call(op[0], value, op[1]) for value in (reduced, x))
-        last = _reduced(build, second, "tp")
+        last = reduce_over(build, second, "tp")
         return build.output(first, last), first, second
 
     free, first, second = graph(draw=False)

@@ -10,20 +10,11 @@ from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.memory import predict_step_memory
 from lightning_autoparallel.pipeline.predict import with_predictions
-from tests.unit._graphs import captured
+from tests.unit._graphs import captured, report_of
 from tests.unit.compile.joint import Joint
 from tests.unit.cost._graphs import ROUND, aten
 
-EMPTY = PlanReport(
-    graph="step",
-    mesh={"dp_shard": 2},
-    plan="fsdp",
-    timings_s={},
-    collectives={},
-    saved_bytes=0,
-    parameters_bytes=0,
-    gradients_bytes=0,
-)
+EMPTY = report_of()
 
 
 class Sum(nn.Module):
