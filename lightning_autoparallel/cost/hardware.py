@@ -13,6 +13,7 @@ import torch
 from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
+BACKENDS = ("nccl", "gloo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,12 @@ class HardwareSpec:
 
     ``peak_tflops`` maps names of dtypes to dense matrix products' rates. ``matmul_fraction`` and ``attention_fraction``
     are of those, ``memory_fraction`` is of ``memory_gb_per_s``. Links are per rank, with what NCCL's protocols cost
-    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops.
+    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops. ``backend`` is what
+    process groups talk through there: ``nccl`` or ``gloo``; where there are real ones, theirs counts.
 
     Raises:
-        ConfigError: a rate is no positive number, a fraction is outside of its range, ``ranks_per_node`` is not whole.
+        ConfigError: a rate is no positive number, a fraction is outside of its range, ``ranks_per_node`` is not whole,
+            ``backend`` is not known.
     """
 
     name: str
@@ -55,6 +58,7 @@ class HardwareSpec:
     intra_node: LinkSpec
     inter_node: LinkSpec
     ranks_per_node: int = 8
+    backend: str = "nccl"
 
     def __post_init__(self) -> None:
         for key in ("matmul_fraction", "attention_fraction"):
@@ -70,6 +74,8 @@ class HardwareSpec:
             _check(key, getattr(self, key), lambda value: value >= 0, "a number, 0 or more")
         for dtype, rate in self.peak_tflops.items():
             _check(f"peak_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"hardware: backend is {self.backend!r}, but must be one of {', '.join(BACKENDS)}")
 
     def peak_of(self, dtype: torch.dtype) -> float:
         """The datasheet's TFLOP/s of matrix products of this dtype.
@@ -230,6 +236,7 @@ _CPU = HardwareSpec(
     # gloo over TCP publishes no figures: these are orders of magnitude, of the loopback device and of 25 Gb/s Ethernet.
     intra_node=LinkSpec(bandwidth_gb_per_s=2.0, latency_us=30.0),
     inter_node=LinkSpec(bandwidth_gb_per_s=1.5, latency_us=60.0),
+    backend="gloo",
 )
 
 HARDWARE: Mapping[str, HardwareSpec] = MappingProxyType(

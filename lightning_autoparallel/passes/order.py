@@ -16,6 +16,7 @@ from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
 from lightning_autoparallel.passes.decompose import DecomposeOptions
 from lightning_autoparallel.passes.decompose_gather_matmul import decompose_gather_matmul
 from lightning_autoparallel.passes.decompose_matmul_scatter import decompose_matmul_scatter
+from lightning_autoparallel.passes.exchange_reduce_scatters import exchange_reduce_scatters
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from lightning_autoparallel.passes.join_biases import join_biases
 from lightning_autoparallel.passes.joint_groups import JoinGroups
@@ -44,14 +45,15 @@ def split_passes(
     costs: CostModel | None = None,
     surroundings: SurroundingsOf | None = None,
     decompose: DecomposeOptions | None = None,
+    backend: str | None = None,
     disabled: Collection[str] = (),
 ) -> tuple[GraphPass, ...]:
     """The passes over the forward and the backward graph each; an inference graph is a forward.
 
     ``bucket_limit`` gives the bytes that one launch may move, by kind and group; ``join`` finds the group of several
     groups' ranks. ``costs`` predict the order's times, ``surroundings`` say what the caller of a graph holds of it.
-    ``decompose`` says which products may begin before all that they read has arrived. What is ``disabled`` will not be
-    run by the caller, and is not reckoned with.
+    ``decompose`` says which products may begin before all that they read has arrived, ``backend`` is what
+    groups talk through. What is ``disabled`` will not be run by the caller, and is not reckoned with.
     """
     later = partial(_launching_passes, bucket_limit, costs)
     preview = None if costs is None else partial(_preview, {}, later, costs, surroundings, disabled)
@@ -64,6 +66,8 @@ def split_passes(
         GraphPass(name="decompose_gather_matmul", run=gathers),
         GraphPass(name="decompose_matmul_scatter", run=scatters),
         *later(surroundings),
+        # the last one: until here a reduce-scatter is known by its name
+        GraphPass(name="exchange_reduce_scatters", run=partial(exchange_reduce_scatters, backend=backend, costs=costs)),
     )
 
 

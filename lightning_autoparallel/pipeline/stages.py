@@ -124,12 +124,14 @@ def _rewritten(
     # Passes may make process groups, which all ranks must make together.
     check_same_start(partitioned, _settings(config, costs), context.control)
     around = partial(surroundings_of, partitioned)
+    backend = _backend(context.mesh, costs)
     passes = split_passes(
         _bucket_limit(config, costs),
         joint_groups(context.mesh),
         costs,
         around,
-        _decompose_options(config, context.mesh),
+        _decompose_options(config, backend),
+        backend,
         config.disabled_passes,
     )
     for half, graph_module in partitioned.graphs().items():
@@ -165,9 +167,14 @@ def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:
     }
 
 
-def _decompose_options(config: EngineConfig, mesh: ParallelMesh) -> DecomposeOptions:
+def _backend(mesh: ParallelMesh, costs: CostModel) -> str:
+    """What process groups talk through, or would: a fake world is planned for what the hardware has."""
+    return costs.hardware.backend if mesh.backend == "fake" else mesh.backend
+
+
+def _decompose_options(config: EngineConfig, backend: str) -> DecomposeOptions:
     spec = config.decompose_matmuls
-    return DecomposeOptions(when=spec.when, order=spec.order, depth=spec.depth, backend=mesh.backend)
+    return DecomposeOptions(when=spec.when, order=spec.order, depth=spec.depth, backend=backend)
 
 
 def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:

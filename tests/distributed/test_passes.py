@@ -77,6 +77,7 @@ NOTES = {
     "sink_waits/forward_backward.backward": "waits moved to their first use",
     "schedule_overlap/forward_backward.backward": "exposed ",
     "cap_compute_runs/forward_backward.backward": "heavy calls between reductions",
+    "exchange_reduce_scatters/forward_backward.backward": "6 reduce_scatter exchanged, and added up on each rank",
 }
 
 

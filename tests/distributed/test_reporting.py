@@ -66,7 +66,9 @@ def run(directory: str) -> tuple[Outcome, list[str]]:
 def planned_alone() -> dict[str, Any]:
     """What `plan` says of the same training, in this process."""
     (batch, *_) = Reported().batches()
-    report = json.loads(json.dumps(plan(Reported(), local_rows(batch, 0, 2), MESH, world_size=2).as_json()))
+    report = json.loads(
+        json.dumps(plan(Reported(), local_rows(batch, 0, 2), MESH, world_size=2, hardware="cpu").as_json())
+    )
     for parameter in report["parameters"].values():
         assert parameter["optimizer_bytes"] == 0  # plain SGD keeps nothing
         parameter["optimizer_bytes"] = None  # as training reports it, which does not ask the optimizer

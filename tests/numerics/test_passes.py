@@ -1,6 +1,6 @@
 """Every pass switched off in turn, and all at once: twenty steps of LLaMA-3 in float32 against the graph without any.
 
-The default tier trains one layer on three places, and switches passes off so that every two of them meet in every
+The default tier trains one layer on four places, and switches passes off so that every two of them meet in every
 way. The matrix switches off none, with buckets of both sizes, and each alone, with either size in turn, on
 every place.
 """
@@ -31,13 +31,13 @@ TP = Place(mesh=(("tp", 2),), plan="rules")
 # Each pass has something to do here: weights wider than the arithmetic for cast_before_gather, and a backward that
 # reads two of a layer whole for fuse_chained_all_gathers.
 CHAINED = Place(mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", wide=True, chained=True)
-PLACES = (FSDP, TP, CHAINED)
+HSDP = Place(mesh=(("dp_replicate", 2), ("dp_shard", 2)), plan="hsdp")
+PLACES = (FSDP, TP, CHAINED, HSDP)
 DEEP = tuple(
     replace(place, layers=2)
     for place in (
         *PLACES,
         Place(mesh=CHAINED.mesh, plan="rules"),
-        Place(mesh=(("dp_replicate", 2), ("dp_shard", 2)), plan="hsdp"),
     )
 )
 

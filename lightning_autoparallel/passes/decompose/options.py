@@ -22,5 +22,4 @@ class DecomposeOptions:
 ORDERS_OF_BACKEND: dict[str, tuple[str, ...]] = {
     "nccl": ("swizzle", "cyclic", "broadcast"),
     "gloo": ("swizzle", "cyclic", "broadcast"),
-    "fake": ("swizzle", "cyclic", "broadcast"),
 }

@@ -69,6 +69,7 @@ def test_measured_rates_replace_those_of_the_base():
             "bandwidth_gb_per_s is '3e2', but must be a pos",
         ),
         ({"base": "h100", "inter_node": {"latency_us": None}}, "latency_us is None, but must be a number, 0 or more"),
+        ({"base": "h100", "backend": "mpi"}, "backend is 'mpi', but must be one of nccl, gloo"),
         ({"base": "h100", "ranks_per_node": 2.5}, "ranks_per_node is 2.5, but must be a positive whole number"),
     ],
 )
