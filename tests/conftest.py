@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests._hermetic import no_leaks
 from tests.worlds import Worlds
+
+# Their ranks fill the machine, and worlds are shared by all files.
+WORLDS = ("tests/distributed/", "tests/numerics/")
+STARTS_ITS_OWN = "tests/distributed/test_launch.py"
+
+
+class WorldsTogether(LoadScopeScheduling):
+    """Sends tests to processes by file, and those that run in worlds to one process, so that a size has one world."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "worlds" if file.startswith(WORLDS) and file != STARTS_ITS_OWN else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorldsTogether:
+    """How tests are spread over the processes of `-n`."""
+    return WorldsTogether(config, log)
 
 
 @pytest.fixture(autouse=True)

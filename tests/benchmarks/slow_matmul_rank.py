@@ -22,7 +22,7 @@ from lightning_autoparallel.cli.bench.processes import result_path
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ParallelModule
-from tests.benchmarks.slow_matmul import RANKS, WHOLE, Measured, Results, gather_ms, write
+from tests.benchmarks.slow_matmul import EXCHANGED, RANKS, WHOLE, Measured, Results, gather_ms, write
 
 RULES = {
     "mlp.up.weight": {"tp": "S(0)"},
@@ -66,10 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     mesh = build_mesh(MeshSpec.from_mapping({"tp": RANKS}), "cpu")
     hidden, product_ms = _fitted(arguments)
     x = torch.randn(1, arguments.rows, arguments.width, generator=torch.Generator().manual_seed(1))
-    disabled = ("decompose_matmul_scatter",) if arguments.gathers_only else ()
-    make = partial(_made, mesh, x, hidden, disabled)
-    ways: dict[str, Any] = {WHOLE: "never"}
-    ways |= {order: {"when": "always", "order": order} for order in arguments.orders}
+    make = partial(_made, mesh, x, hidden)
+    ways = _ways(arguments.orders, arguments.gathers_only)
     with torch.no_grad():
         results = {name: make(way, scored=False)(x) for name, way in ways.items()}
         made = {name: make(way, scored=True) for name, way in ways.items()}
@@ -94,13 +92,21 @@ def run(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _made(
-    mesh: ParallelMesh, x: Tensor, hidden: int, disabled: Sequence[str], way: Any, *, scored: bool
-) -> ParallelModule:
+def _ways(orders: Sequence[str], gathers_only: bool) -> dict[str, dict[str, Any]]:
+    """What each contender is made with."""
+    gloos_own = {"disabled_passes": ("decompose_matmul_scatter", "exchange_reduce_scatters")}
+    ways: dict[str, dict[str, Any]] = {WHOLE: {"decompose_matmuls": "never", **gloos_own}}
+    if not gathers_only:
+        ways[EXCHANGED] = {"decompose_matmuls": "never"}
+    kept = gloos_own if gathers_only else {}
+    return ways | {order: {"decompose_matmuls": {"when": "always", "order": order}, **kept} for order in orders}
+
+
+def _made(mesh: ParallelMesh, x: Tensor, hidden: int, way: dict[str, Any], *, scored: bool) -> ParallelModule:
     torch.manual_seed(0)
     module = Model(x.shape[-1], hidden, scored)
     plan = {"base": "fsdp", "rules": RULES}
-    return parallelize(module, (x,), mesh, plan, compile=False, disabled_passes=disabled, decompose_matmuls=way)
+    return parallelize(module, (x,), mesh, plan, compile=False, **way)
 
 
 def _fitted(arguments: argparse.Namespace) -> tuple[int, float]:

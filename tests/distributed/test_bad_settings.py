@@ -64,7 +64,7 @@ class OwnPrecision(Precision):
         ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "'16-mixed' (MixedPrecision)"),
         ({"plugins": [OwnPrecision()]}, "'32-true' (OwnPrecision)"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_precisions_are_refused(options, named) -> None:
     message = (

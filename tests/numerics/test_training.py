@@ -40,7 +40,7 @@ def _covering() -> list[Case]:
         cases.append(case_of(model, mesh=TWO_BY_TWO, plan=second, optimizer="sgd"))
     for model, plan in (("llama3", "fsdp"), ("convnet", "ddp")):
         cases.append(Case(model=model, mesh=ONE, plan=plan, optimizer="sgd"))
-    cases.append(Case(model="llama3", mesh=TWO, plan="fsdp", compile=True))
+    # LLaMA-3 is compiled in test_meshes.py, fsdp in test_precision.py too.
     cases.append(Case(model="convnet", mesh=TWO, plan="ddp", compile=True, optimizer="sgd"))
     cases.append(Case(model="tied", mesh=TWO, plan="fsdp", reshard_after_forward=False))
     return cases

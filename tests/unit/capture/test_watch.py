@@ -43,7 +43,7 @@ def test_a_comparison_is_a_guard_with_its_line():
         ("batch_idx", lambda i: list(range(20))[i] == 3),
         ("hash(batch_idx)", lambda i: i in {3: "three"}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_decisions_are_those_of_an_integer(text: str, decide):
     """The captured outcome, and whether the guard holds, for every number that a real step may bring."""
