@@ -11,17 +11,18 @@ from xdist.scheduler import LoadScopeScheduling
 from tests._hermetic import no_leaks
 from tests.worlds import Worlds
 
-# Their ranks fill the machine, and worlds are shared by all files.
-WORLDS = ("tests/distributed/", "tests/numerics/")
+# Their files share worlds, one of each size to a folder; the ranks of both leave few cores idle.
+WORLDS = ("tests/distributed", "tests/numerics")
 STARTS_ITS_OWN = "tests/distributed/test_launch.py"
 
 
 class WorldsTogether(LoadScopeScheduling):
-    """Sends tests to processes by file, and those that run in worlds to one process, so that a size has one world."""
+    """Sends tests to processes by file, and those that run in worlds by folder."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "worlds" if file.startswith(WORLDS) and file != STARTS_ITS_OWN else file
+        folder = file.rpartition("/")[0]
+        return folder if folder in WORLDS and file != STARTS_ITS_OWN else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorldsTogether:

@@ -66,9 +66,10 @@ def _case(settings: Settings, **more: Any) -> Case:
 
 COVERING = [
     *map(_case, _covering()),
-    case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
+    case_of("llama3", mesh=(("tp", 2),), plan="rules", compile=True),
 ]
 EVERYWHERE = [
+    case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
     *(case for case in map(_case, _everywhere()) if case not in COVERING),
     case_of("llama3", mesh=EIGHT, plan="rules", rows=4),
     case_of("llama3", mesh=EIGHT, plan="hsdp_rules", rows=4, optimizer="sgd"),
