@@ -25,6 +25,7 @@ class WorldsTogether(LoadScopeScheduling):
         return folder if folder in WORLDS and file != STARTS_ITS_OWN else file
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorldsTogether:
     """How tests are spread over the processes of `-n`."""
     return WorldsTogether(config, log)

@@ -54,6 +54,8 @@ def _reason_against(node: fx.Node, costs: CostModel) -> str | None:
         return f"{reduce_op} of {value.dtype}"
     if not all(type(size) is int for size in value.shape):
         return "rows of unknown number"
+    if len(fxn.waits_of(node)) != len(node.users):
+        return "what is waited for is a view of it"
     size_bytes = fxn.collective_size_bytes(node)
     try:
         exchange_us, reduce_us = (
@@ -74,7 +76,7 @@ def _exchange(node: fx.Node, results: FakeResults) -> None:
     exchanged = call(collectives.ALL_TO_ALL, sent, splits, splits, group)
     if fxn.collective_role(node) is not None:
         exchanged.meta["collective_role"] = fxn.collective_role(node)
-    for wait in list(node.users):
+    for wait in fxn.waits_of(node):
         here = Calls(wait, results=results)
         received = here(collectives.WAIT, exchanged)
         parts = here.view(received, [ranks, rows // ranks, *rest])

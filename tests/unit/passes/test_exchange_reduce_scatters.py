@@ -26,8 +26,9 @@ def _graph(
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
     shape: tuple[int, int] = SHAPE,
+    seen: bool = False,
 ) -> fx.Graph:
-    """A value that is doubled, and scattered."""
+    """A value that is doubled, and scattered; where it is ``seen``, a view of the part is waited for."""
     build = Builder()
     x = build.input(*(shape[::-1] if transposed else shape), dtype=dtype)
     doubled = build.call(aten.add.Tensor, x, x)
@@ -36,7 +37,8 @@ def _graph(
     part = doubled.meta["val"].new_empty(shape[0] // RANKS, *shape[1:])
     scattered = build.valued(part, collectives.REDUCE_SCATTER, doubled, reduce_op, RANKS, "g")
     scattered.meta["collective_role"] = fxn.TERMINAL_REDUCTION
-    waited = build.valued(part, collectives.WAIT, scattered)
+    result = build.call(aten.view.default, scattered, list(part.shape)) if seen else scattered
+    waited = build.valued(part, collectives.WAIT, result)
     return build.output(build.call(aten.mul.Tensor, waited, 1))
 
 
@@ -86,9 +88,10 @@ def test_other_backends_have_a_reduce_scatter(backend: str | None):
     [
         (_graph("max"), _costs(), "left to gloo: max of torch.float32"),
         (_graph(dtype=torch.int64), _costs(), "left to gloo: sum of torch.int64"),
+        (_graph(seen=True), _costs(), "left to gloo: what is waited for is a view of it"),
         (_graph(), CostModel(hardware=ROUND, groups={}), "left to gloo: the cost of its group is not known"),
     ],
-    ids=["max", "integers", "unknown group"],
+    ids=["max", "integers", "view", "unknown group"],
 )
 def test_what_cannot_be_judged_or_added_is_left(graph: fx.Graph, costs: CostModel, note: str):
     assert exchange_reduce_scatters(graph, backend="gloo", costs=costs) == (f"1 reduce_scatter {note}",)

@@ -37,7 +37,7 @@ def _order(graph: fx.Graph) -> list[str]:
     return [node.name for node in graph.nodes]
 
 
-def test_gradients_of_weights_run_while_gradients_of_inputs_arereduced():
+def test_gradients_of_weights_run_while_gradients_of_inputs_are_reduced():
     graph = _backward(3)
     before = COSTS.timeline(graph)
     notes = schedule_overlap(graph, costs=COSTS)
