@@ -17,6 +17,10 @@ from typing import Any
 # while it lives on has crashed ranks at a later job. So worlds are replaced now and then.
 JOBS_PER_WORLD = 60
 
+# What every rank imports, a third of a minute of computing for each world of four: a server imports it once, and ranks
+# are forked from it. It runs no job and starts no thread, so that ranks find nothing but what was imported.
+IMPORTED_ONCE = ["torch._inductor.compile_fx", "transformers", "lightning_autoparallel", "tests.numerics.training"]
+
 
 class WorldError(AssertionError):
     """A rank failed, or did not answer in time; the message holds every rank's traceback."""
@@ -31,7 +35,8 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.jobs = 0
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -125,9 +130,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
-        TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     import torch
+    import torch._inductor.config
     import torch.distributed as dist
 
     from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
@@ -135,6 +140,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     # A rank that dies in native code says where: its last words are in the captured stderr of the test.
     faulthandler.enable()
     torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
     with one_gloo_thread():
         dist.init_process_group("gloo", rank=rank, world_size=size)
     while True:

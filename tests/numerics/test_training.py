@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from tests.numerics.combinations import every, pairs
 from tests.numerics.compare import case_of, check_case
 from tests.numerics.models import MODELS
 from tests.numerics.training import Case
 from tests.worlds import Worlds
 
 ONE, TWO, TWO_BY_TWO = (("dp_shard", 1),), (("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2))
+SETTINGS = {"mesh": [TWO, TWO_BY_TWO], "plan": ["ddp", "fsdp"], "optimizer": ["adamw", "sgd"]}
 
 
 def _interpreted() -> list[Case]:
@@ -23,25 +27,21 @@ def _interpreted() -> list[Case]:
 
 
 def _compiled() -> list[Case]:
-    return [
+    """LLaMA-3 is compiled in the default tier too, in `test_meshes.py`."""
+    adamw = [
         case_of(model, mesh=mesh, plan=plan, optimizer="adamw", compile=True)
         for model in MODELS
         for mesh in (ONE, TWO, TWO_BY_TWO)
         for plan in ("ddp", "fsdp")
     ]
+    return [*adamw, case_of("convnet", mesh=TWO, plan="ddp", optimizer="sgd", compile=True)]
 
 
 def _covering() -> list[Case]:
-    """Every pair of settings at least once, every model on two meshes and under both plans and optimizers."""
-    cases = []
-    for index, model in enumerate(MODELS):
-        first, second = ("fsdp", "ddp") if index % 2 else ("ddp", "fsdp")
-        cases.append(case_of(model, mesh=TWO, plan=first, optimizer="adamw"))
-        cases.append(case_of(model, mesh=TWO_BY_TWO, plan=second, optimizer="sgd"))
+    """Every model once and every pair of the other settings; `test_meshes.py` has every model on a mesh again."""
+    cases = [case_of(model, **settings) for model, settings in zip(MODELS, itertools.cycle(every(SETTINGS)))]
     for model, plan in (("llama3", "fsdp"), ("convnet", "ddp")):
         cases.append(Case(model=model, mesh=ONE, plan=plan, optimizer="sgd"))
-    # LLaMA-3 is compiled in test_meshes.py, fsdp in test_precision.py too.
-    cases.append(Case(model="convnet", mesh=TWO, plan="ddp", compile=True, optimizer="sgd"))
     cases.append(Case(model="tied", mesh=TWO, plan="fsdp", reshard_after_forward=False))
     return cases
 
@@ -55,3 +55,9 @@ def test_training_equals_one_device(case: Case, worlds: Worlds) -> None:
 @pytest.mark.parametrize("case", [*_interpreted(), *_compiled()], ids=str)
 def test_training_equals_one_device_everywhere(case: Case, worlds: Worlds) -> None:
     check_case(case, worlds)
+
+
+def test_every_pair_of_settings_occurs() -> None:
+    found = set().union(*(pairs({name: getattr(case, name) for name in SETTINGS}) for case in _covering()))
+    for settings in every(SETTINGS):
+        assert pairs(settings) <= found
