@@ -60,33 +60,8 @@ def train(parallel: ParallelModule, called: Any, smaller: int) -> tuple[list[flo
     return losses, gradients, float(parallel.module.rows)
 
 
-def trained_both_ways(compile: bool) -> tuple[Any, Any]:
-    """`train` without torch.compile, interpreted, and with it."""
-    plain, parallel = parallel_language(), parallel_language()
-    smaller = 4 if compile else 2  # Inductor lowers one size
-    expected = train(plain, plain, smaller)
-    parallel.prepare(tokens(0, rows=smaller))
-    compiled = torch.compile(parallel, backend=autoparallel_backend(compile=compile), fullgraph=True)
-    actual = train(parallel, compiled, smaller)
-    torch._dynamo.reset()
-    return expected, actual
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_it_trains_as_the_module_alone(compile: bool, worlds: Worlds) -> None:
-    for (losses, gradients, rows), (compiled_losses, compiled_gradients, compiled_rows) in worlds(2).run(
-        trained_both_ways, compile
-    ):
-        assert compiled_losses == pytest.approx(losses, rel=1e-5 if compile else 1e-6)
-        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-6, atol=1e-4 if compile else 1e-7)
-        assert compiled_rows == rows > 0
-
-
-def refusals() -> list[str]:
-    """What ranks are told of batches that were not prepared, or that differ between them."""
-    parallel = parallel_language()
-    parallel.prepare(tokens(0, rows=2))
-    compiled = torch.compile(parallel, backend=autoparallel_backend(compile=False), fullgraph=True)
+def refusals(compiled: Any) -> list[str]:
+    """What ranks are told of batches that were not prepared, or that differ between them; batches of 4 and 2 are."""
     rank, told = dist.get_rank(), []
     compiled(tokens(0))
     for rows in (3, 2 + 2 * rank, 3 + rank):
@@ -95,12 +70,35 @@ def refusals() -> list[str]:
         except AutoParallelError as error:
             told.append(f"{type(error).__bases__[0].__name__}: {error}")
     compiled(tokens(0))
-    torch._dynamo.reset()
     return told
 
 
-def test_a_batch_that_was_not_prepared_is_refused_on_all_ranks(worlds: Worlds) -> None:
-    for unknown, different, unknown_on_one in worlds(2).run(refusals):
-        assert "torch.compile met a batch that the module was not prepared for (0.0: int64[3, 9]; with grad" in unknown
-        assert "ranks hold different batches: rank 0 has forward_backward on 0.0: int64[2, 9], rank 1 has" in different
-        assert "ranks hold different batches: rank 0 has forward_backward on 0.0: int64[3, 9]" in unknown_on_one
+def trained_both_ways(compile: bool) -> tuple[Any, Any, list[str]]:
+    """`train` without torch.compile, interpreted, and with it; what the latter is told of other batches after it."""
+    plain, parallel = parallel_language(), parallel_language()
+    smaller = 4 if compile else 2  # Inductor lowers one size
+    expected = train(plain, plain, smaller)
+    parallel.prepare(tokens(0, rows=smaller))
+    compiled = torch.compile(parallel, backend=autoparallel_backend(compile=compile), fullgraph=True)
+    actual = train(parallel, compiled, smaller)
+    told = [] if compile else refusals(compiled)
+    torch._dynamo.reset()
+    return expected, actual, told
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_it_trains_as_the_module_alone(compile: bool, worlds: Worlds) -> None:
+    """And, interpreted, a batch that was not prepared is refused on all ranks."""
+    for alone, called, told in worlds(2).run(trained_both_ways, compile):
+        (losses, gradients, rows), (compiled_losses, compiled_gradients, compiled_rows) = alone, called
+        assert compiled_losses == pytest.approx(losses, rel=1e-5 if compile else 1e-6)
+        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-6, atol=1e-4 if compile else 1e-7)
+        assert compiled_rows == rows > 0
+        if not compile:
+            assert_refused(*told)
+
+
+def assert_refused(unknown: str, different: str, unknown_on_one: str) -> None:
+    assert "torch.compile met a batch that the module was not prepared for (0.0: int64[3, 9]; with grad" in unknown
+    assert "ranks hold different batches: rank 0 has forward_backward on 0.0: int64[2, 9], rank 1 has" in different
+    assert "ranks hold different batches: rank 0 has forward_backward on 0.0: int64[3, 9]" in unknown_on_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,10 +65,8 @@ def _case(settings: Settings, **more: Any) -> Case:
     return case_of(**settings, **more)
 
 
-COVERING = [
-    *map(_case, _covering()),
-    case_of("llama3", mesh=(("tp", 2),), plan="rules", compile=True),
-]
+_FIRST, *_OTHERS = map(_case, _covering())
+COVERING = [replace(_FIRST, compile=True), *_OTHERS]  # LLaMA-3 by rules on two ranks
 EVERYWHERE = [
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
     *(case for case in map(_case, _everywhere()) if case not in COVERING),
