@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,9 +64,9 @@ def _case(settings: Settings, **more: Any) -> Case:
     return case_of(**settings, **more)
 
 
-_FIRST, *_OTHERS = map(_case, _covering())
-COVERING = [replace(_FIRST, compile=True), *_OTHERS]  # LLaMA-3 by rules on two ranks
+COVERING = list(map(_case, _covering()))
 EVERYWHERE = [
+    case_of("llama3", mesh=(("tp", 2),), plan="rules", compile=True),
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
     *(case for case in map(_case, _everywhere()) if case not in COVERING),
     case_of("llama3", mesh=EIGHT, plan="rules", rows=4),

@@ -27,7 +27,7 @@ def _interpreted() -> list[Case]:
 
 
 def _compiled() -> list[Case]:
-    """LLaMA-3 is compiled in the default tier too, in `test_meshes.py`."""
+    """In the default tier `tests/distributed/test_dropout.py` has compiled training, as compiling takes long."""
     adamw = [
         case_of(model, mesh=mesh, plan=plan, optimizer="adamw", compile=True)
         for model in MODELS
