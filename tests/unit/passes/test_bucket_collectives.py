@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -153,6 +155,36 @@ def test_what_is_not_tagged_is_left_alone():
         gathered = draft.call(collectives.ALL_GATHER, draft.input([4]), 2, "g")
         draft.results.append(draft.call(collectives.WAIT, gathered))
     assert len(draft.check()) == 2
+
+
+def gather_seen_before_its_wait(draft: Draft) -> fx.Node:
+    started = draft.call(collectives.ALL_GATHER, draft.input([4]), 2, "g", role=fxn.PARAMETER_GATHER)
+    return draft.call(collectives.WAIT, draft.call(aten.view.default, started, [8]))
+
+
+def gather_of_what_was_reduced(draft: Draft) -> fx.Node:
+    return draft.gather(draft.call(aten.neg.default, draft.scatter(draft.input([8]))))
+
+
+def reduction_that_is_added_to_something(draft: Draft) -> fx.Node:
+    return draft.call(aten.add.Tensor, draft.scatter(draft.input([8])), draft.input([4]))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (gather_seen_before_its_wait, ["all_gather"] * 3),
+        (gather_of_what_was_reduced, ["all_gather"] * 3 + ["reduce_scatter"] * 2),
+        (reduction_that_is_added_to_something, ["reduce_scatter"] * 3),
+    ],
+)
+def test_a_tag_that_the_graph_does_not_bear_out_merges_nothing(make: Callable[[Draft], fx.Node], expected: list[str]):
+    draft = Draft()
+    draft.results += [make(draft), make(draft)]
+    draft.results.append(
+        draft.gather(draft.input([4])) if "all_gather" in expected else draft.scatter(draft.input([8]))
+    )
+    assert Counter(kinds(draft.check())) == Counter(expected)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
