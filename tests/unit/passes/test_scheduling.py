@@ -108,6 +108,24 @@ def test_an_exposed_wait_is_filled_from_behind_it():
     assert started.all_input_nodes[0] < reduced < used
 
 
+@pytest.mark.parametrize("gathered", [False, True], ids=["used", "gathered"])
+def test_a_wait_is_not_filled_with_what_only_makes_a_gathers_operand(gathered: bool):
+    """It would be held from there to its gather, which has a place of its own."""
+    build = Builder()
+    shard, x = build.input(WIDTH, WIDTH), build.input(WIDTH, WIDTH)
+    reduced = reduce_over(build, build.call(aten.mm.default, x, x), "tp")
+    used = build.call(aten.mm.default, reduced, x)
+    made = build.call(aten.neg.default, shard)
+    if gathered:
+        started = build.gather(made, 2, "tp")
+        started.meta["collective_role"] = fxn.PARAMETER_GATHER
+        last = build.call(aten.mm.default, build.wait(started), used)
+    else:
+        last = build.call(aten.add.Tensor, made, used)
+    _scheduled(build.output(last), extra_bytes=10**9)
+    assert (reduced < made) == gathered
+
+
 def test_a_gather_without_room_stays_put():
     """Ahead of the product that hides it, a value of sixteen times its size is alive: that is the peak."""
 
