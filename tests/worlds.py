@@ -19,7 +19,7 @@ JOBS_PER_WORLD = 60
 
 # What every rank imports, a third of a minute of computing for each world of four: a server imports it once, and ranks
 # are forked from it. It runs no job and starts no thread, so that ranks find nothing but what was imported.
-IMPORTED_ONCE = ["torch._inductor.compile_fx", "transformers", "lightning_autoparallel", "tests.numerics.training"]
+IMPORTED_ONCE = ("torch._inductor.compile_fx", "transformers", "lightning_autoparallel", "tests.numerics.training")
 
 
 class WorldError(AssertionError):
@@ -36,7 +36,7 @@ class World:
         self.size = size
         self.jobs = 0
         context = get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
+        context.set_forkserver_preload(list(IMPORTED_ONCE))
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []

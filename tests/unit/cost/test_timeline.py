@@ -144,5 +144,5 @@ def python_calls_of(run: Callable[[], object]) -> int:
 def test_twice_the_graph_is_twice_the_work():
     small, large = alternating_graph(200), alternating_graph(400)
     once = python_calls_of(lambda: predict_timeline(small, ROUND, PAIR))
-    assert once > len(small.nodes)
-    assert python_calls_of(lambda: predict_timeline(large, ROUND, PAIR)) < 2.1 * once
+    assert len(small.nodes) < once < 200 * len(small.nodes)  # 152 to a node on Python 3.11 and torch 2.13
+    assert python_calls_of(lambda: predict_timeline(large, ROUND, PAIR)) < 2.02 * once
