@@ -18,6 +18,14 @@ class CaptureError(AutoParallelError):
     """The step cannot be recorded as one static graph; names the user's file and line where it is known."""
 
 
+class StepFailedError(CaptureError):
+    """The step raised an error of its own while it was recorded: the cause."""
+
+
+class RanksDifferError(ConfigError):
+    """Ranks hold batches of different kinds: no one graph serves them all."""
+
+
 class UnsupportedOpError(AutoParallelError):
     """An operator of the step has no meaning on shards and no safe fallback."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, RanksDifferError
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
@@ -84,7 +84,7 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         if (theirs.name, theirs.batch) != (first.name, first.batch):
-            raise ConfigError(
+            raise RanksDifferError(
                 f"ranks hold different batches: rank 0 has {first.name} on {first.batch}, rank {rank} has "
                 f"{theirs.name} on {theirs.batch}; give every rank the same number of rows (drop_last=True)"
             )

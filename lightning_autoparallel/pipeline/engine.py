@@ -25,7 +25,7 @@ from lightning_autoparallel.capture import (
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
 from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_rows, check_same_step
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
@@ -82,6 +82,19 @@ class PreparedStep:
     module_state: Any
     step: CompiledStep
     layouts: tuple[ParameterLayout | None, ...]
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """A captured step and the batch that it will run on."""
+
+    _engine: StepEngine
+    _variant: _Variant
+    _leaves: Sequence[tuple[str, Any]]
+
+    def run(self, around: Around = contextlib.nullcontext) -> StepResult:
+        """Run it inside ``around()``; every rank calls it alike."""
+        return self._engine._run(self._variant, self._leaves, around)
 
 
 @dataclass
@@ -164,8 +177,14 @@ class StepEngine:
             ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
             CaptureError: the step cannot be captured, or changes with every batch.
         """
+        return self.ready(call, batch, counters).run(around)
+
+    def ready(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> ReadyStep:
+        """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
-        variant = self._variant(call, leaves, rebuild, counters)
+        return ReadyStep(self, self._variant(call, leaves, rebuild, counters), leaves)
+
+    def _run(self, variant: _Variant, leaves: Sequence[tuple[str, Any]], around: Around) -> StepResult:
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         inputs = [*parameters.values(), *buffers.values(), *tensors]
@@ -261,7 +280,12 @@ class StepEngine:
             notice=self.context.warn,
             edges=self._edges(),
         )
-        step = build_step(request, self.context)
+        try:
+            step = build_step(request, self.context)
+        except AutoParallelError:
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors))
         names = list(request.parameters)
