@@ -7,13 +7,12 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer, rank_zero_warn
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
