@@ -10,10 +10,10 @@ from difflib import SequenceMatcher
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_autoparallel.cli.recipes import find_config
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
 
 LINKED_KEY = "trainer.strategy"
 USE_STRATEGY_SECTION = (

@@ -84,9 +84,8 @@ class ModuleCalls:
                 return original(module, *args, **kwargs)
         except NOT_CAPTURED as error:
             self._eager.add(path)
-            self._host.warn(
-                f"{self._shown(path)} ({type(module).__name__}) is not captured, its own code runs at every step: {error}"
-            )
+            shown = f"{self._shown(path)} ({type(module).__name__})"
+            self._host.warn(f"{shown} is not captured, its own code runs at every step: {error}")
             return original(module, *args, **kwargs)
         self._host.replay(result)
         return result.output

@@ -2,8 +2,8 @@
 
 What cannot be captured runs as it is written. It meets DTensors where one device has plain tensors, which torch does
 not mix. While ``WholeParameters`` is open, a torch call that computes with a DTensor is given the whole tensor,
-gathered for it; its gradient is the mean over the batch shards, cut as the parameter is. A call that changes a DTensor in place
-changes this rank's shard.
+gathered for it; its gradient is the mean over the batch shards, cut as the parameter is. A call that changes a DTensor
+in place changes this rank's shard.
 """
 
 from __future__ import annotations

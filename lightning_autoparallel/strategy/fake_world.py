@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
+from lightning_autoparallel.lightning_compat import Trainer
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.module_calls import ModuleCalls
 from lightning_autoparallel.strategy.metrics import MetricScopes

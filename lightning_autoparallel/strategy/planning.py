@@ -8,12 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors import data_connector
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer, data_connector
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from lightning_autoparallel.lightning_compat import Trainer
 from lightning_autoparallel.torch_compat.tree import tree_map
 
 

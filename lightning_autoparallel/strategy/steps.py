@@ -6,15 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.config import CaptureSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFailedError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is_param_in_hook_signature, rank_zero_warn
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps

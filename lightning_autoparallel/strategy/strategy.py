@@ -9,10 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +17,16 @@ from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConf
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import StepFailedError
+from lightning_autoparallel.lightning_compat import (
+    LightningModule,
+    Precision,
+    Trainer,
+    TrainerFn,
+    check_flavour,
+    rank_zero_info,
+    rank_zero_warn,
+    refuse_other_flavour,
+)
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
@@ -119,6 +125,8 @@ class AutoParallelStrategy(SavingStrategy):
         self.capture = CaptureSpec.parse(capture)
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
+        # again: the other flavour may have been imported after this package
+        refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
 
     # -- what it shows -----------------------------------------------------------------------------------------------
 
@@ -133,6 +141,8 @@ class AutoParallelStrategy(SavingStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        # the first that a Trainer hands over
+        check_flavour(plugin)
         self._precision_plugin = None if plugin is None else supported_precision(plugin)
 
     @property
