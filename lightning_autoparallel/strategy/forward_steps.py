@@ -11,6 +11,7 @@ from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
+from lightning_autoparallel.pipeline.buffers import SharedBuffers
 from lightning_autoparallel.pipeline.module_calls import ModuleCalls
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
@@ -40,6 +41,7 @@ class ForwardSteps:
         self._step = "training_step"
         self._counters: Mapping[str, int] = {}
         self.calls = ModuleCalls(engine, self, names)
+        self._buffers = SharedBuffers(module, engine.context)
 
     def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int]) -> Any:
         """One real step.
@@ -49,6 +51,7 @@ class ForwardSteps:
         """
         self._step, self._counters = name, counters
         self._scopes.join_rows(self._module)
+        self._buffers.share()
         plugin = self._trainer.precision_plugin
         with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
             output = getattr(self._module, name)(*args)
