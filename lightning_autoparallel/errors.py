@@ -18,6 +18,10 @@ class CaptureError(AutoParallelError):
     """The step cannot be recorded as one static graph; names the user's file and line where it is known."""
 
 
+class LayoutsDiffer(AutoParallelError):
+    """Ranks call one module on tensors of different shapes: raised on all of them, before anything is computed."""
+
+
 class UnsupportedOpError(AutoParallelError):
     """An operator of the step has no meaning on shards and no safe fallback."""
 

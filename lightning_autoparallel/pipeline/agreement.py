@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, LayoutsDiffer
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
@@ -96,6 +96,35 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
             )
     raise CaptureError(
         "ranks took different branches of the step, or froze different parameters: they must decide alike"
+    )
+
+
+def check_same_call(control: ControlGroup, mine: StepIdentity) -> None:
+    """Compare the module call that ranks are about to make, before any of them starts a collective.
+
+    Raises:
+        LayoutsDiffer: the same call, on arguments of different shapes or values.
+        CaptureError: ranks call different modules, or one module in different states.
+    """
+    if control.agrees(repr(mine)):
+        return
+    everyone: list[StepIdentity] = control.gather(mine)
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if theirs.name != first.name:
+            raise CaptureError(
+                f"ranks call different modules: rank 0 {first.name}, rank {rank} {theirs.name}; every rank must make "
+                "the same calls in the same order"
+            )
+    for rank, theirs in enumerate(everyone):
+        if (theirs.batch, theirs.values) != (first.batch, first.values):
+            raise LayoutsDiffer(
+                f"ranks call {first.name} with different arguments: rank 0 with {first.batch}, rank {rank} with "
+                f"{theirs.batch}"
+            )
+    raise CaptureError(
+        f"ranks call {first.name} in different states (training mode, frozen parameters, grad mode, autocast), or took "
+        "different branches in it: they must decide alike"
     )
 
 
