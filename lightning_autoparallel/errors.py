@@ -23,7 +23,7 @@ class StepFailedError(CaptureError):
 
 
 class RanksDifferError(ConfigError):
-    """Ranks hold batches of different kinds: no one graph serves them all."""
+    """Ranks hold batches, or call a module on arguments, of different shapes: raised on all, before anything ran."""
 
 
 class UnsupportedOpError(AutoParallelError):

@@ -3,6 +3,7 @@
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, describe_batch, flatten_batch
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
+from lightning_autoparallel.capture.module_calls import describe_call
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher
 
@@ -18,5 +19,6 @@ __all__ = [
     "capture_step",
     "check_edges",
     "describe_batch",
+    "describe_call",
     "flatten_batch",
 ]

@@ -25,6 +25,7 @@ class BatchLeaf:
     dtype: torch.dtype | None
     batched: bool
     value: Any = None  # of a leaf that is not a tensor: Python code of the step may branch on it
+    requires_grad: bool = False  # of an argument of a module call, whose gradient goes on to earlier modules
 
     def global_shape(self, shards: int) -> tuple[int, ...]:
         """The leaf's shape in the batch of all ``shards`` together."""
@@ -34,9 +35,14 @@ class BatchLeaf:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """All leaves of a local batch, in flattening order: equal layouts share a captured graph."""
+    """All leaves of a local batch, in flattening order: equal layouts share a captured graph.
+
+    ``structure`` spells the containers around them, ``refused`` says why there is no graph; both of module calls only.
+    """
 
     leaves: tuple[BatchLeaf, ...]
+    structure: str = ""
+    refused: str = ""
 
     @property
     def tensors(self) -> tuple[BatchLeaf, ...]:
@@ -48,7 +54,9 @@ class BatchLayout:
 
 
 def _shown(leaf: BatchLeaf) -> str:
-    return f"{leaf.value!r}" if leaf.shape is None else f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    if leaf.shape is None:
+        return f"{leaf.value!r}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{' with gradient' * leaf.requires_grad}"
 
 
 def flatten_batch(batch: Any) -> tuple[list[tuple[str, Any]], Rebuild]:
@@ -101,6 +109,16 @@ def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
 
 def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return items if type(original) is dict else type(original)(items)  # type: ignore[call-arg]
+
+
+def structure_of(batch: Any) -> str:
+    """The containers of ``batch`` as text, a star for each leaf."""
+    children = _children(batch)
+    if children is None:
+        return "*"
+    keys, items, _ = children
+    inside = ", ".join(f"{key!r}: {structure_of(item)}" for key, item in zip(keys, items, strict=True))
+    return f"{type(batch).__qualname__}({inside})"
 
 
 def describe_batch(

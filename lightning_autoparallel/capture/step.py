@@ -15,6 +15,7 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
+from lightning_autoparallel.capture.module_calls import own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.sources import record_sources, user_line_of
@@ -61,6 +62,7 @@ class StepRequest:
     ``loss_leaf`` picks, of the result's flattened leaves, the loss to differentiate; None differentiates every result.
     ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
     With ``repeat_blocks`` one of several equal submodules is traced for all of them, where nothing tells them apart.
+    ``local`` is a module call on one rank's rows: shapes stay as they are, and leaves may require gradients.
     """
 
     name: str
@@ -77,6 +79,7 @@ class StepRequest:
     loss_leaf: Callable[[Any], Tensor] | None = None
     edges: tuple[tuple[str, str], ...] = ()
     repeat_blocks: bool = True
+    local: bool = False
     notice: Callable[[str], None] = field(default=lambda message: None)
 
 
@@ -95,17 +98,23 @@ class _Step(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
         state = dict(zip(self._names, tensors, strict=False))
-        leaves = _merge(request.static_leaves, tensors[len(self._names) :])
+        batch = tensors[len(self._names) :]
+        leaves = _merge(request.static_leaves, batch)
         self.changes.clear()
         with undone_afterwards(request.module, self.changes), request.effects.recording():
             runner = _Runner(request.module, request.run, {name: state[name] for name in request.buffers})
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
-        return self._flatten(output, request)
+        return self._flatten(output, request, tensors[: len(self._names)], batch)
 
-    def _flatten(self, output: Any, request: StepRequest) -> list[Tensor]:
+    def _flatten(
+        self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
+    ) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
         self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if request.local:
+            tensors, statics = own_results(request.name, leaves, state, batch)
+            self.static_outputs = dict(statics)
         if request.training and request.loss_leaf is not None:
             loss = request.loss_leaf(output)
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
@@ -166,6 +175,7 @@ def _capture(request: StepRequest) -> CapturedGraph:
         static_outputs=dict(step.static_outputs),
         constants=constants,
         has_backward=any(item.kind == "tangent" for item in inputs),
+        local=request.local,
     )
 
 
@@ -212,6 +222,8 @@ def _explained(request: StepRequest) -> Iterator[None]:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):
                 raise CaptureError(_data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
+        if request.local:
+            raise CaptureError(f"{request.name} cannot be captured: {type(error).__name__}: {error}") from error
         raise
 
 
@@ -238,7 +250,8 @@ def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
     for leaf in request.layout.tensors:
         assert leaf.dtype is not None
         shape = leaf.global_shape(request.batch_shards)
-        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device))
+        requires_grad = leaf.requires_grad and request.training
+        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device, requires_grad=requires_grad))
     return tuple(tensors)
 
 
@@ -249,7 +262,10 @@ def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...
             for name, spec in request.parameters.items()
         ),
         *(GraphInput(kind="buffer", name=name) for name in request.buffers),
-        *(GraphInput(kind="batch", name=leaf.path, batched=leaf.batched) for leaf in request.layout.tensors),
+        *(
+            GraphInput(kind="batch", name=leaf.path, batched=leaf.batched, requires_grad=leaf.requires_grad)
+            for leaf in request.layout.tensors
+        ),
     ]
     inputs = [
         known[position] if kind == "argument" else GraphInput(kind="tangent", name=str(position))
@@ -273,7 +289,16 @@ def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -
                 )
             )
         elif kind == "mutation":
-            outputs.append(GraphOutput(kind="buffer", name=by_position[position].name))
+            outputs.append(GraphOutput(kind="buffer", name=_buffer(step, by_position[position])))
         else:
-            outputs.append(GraphOutput(kind="gradient", name=by_position[position].name))
+            given = by_position[position]
+            outputs.append(GraphOutput(kind="gradient", name=given.name, of=given.kind))
     return tuple(outputs)
+
+
+def _buffer(step: _Step, changed: GraphInput) -> str:
+    (request,) = step._request
+    if request.local and changed.kind != "buffer":
+        what = "parameter" if changed.kind == "parameter" else "argument"
+        raise CaptureError(f"{request.name} changes its {what} '{changed.name}' in place; change a copy of it")
+    return changed.name

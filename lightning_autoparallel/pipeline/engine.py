@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,19 @@ from lightning_autoparallel.capture import (
     Watcher,
     check_edges,
     describe_batch,
+    describe_call,
     flatten_batch,
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
-from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_rows, check_same_step
+from lightning_autoparallel.pipeline.agreement import (
+    StepIdentity,
+    check_same_call,
+    check_same_rows,
+    check_same_step,
+)
+from lightning_autoparallel.pipeline.local_calls import call_state, named_state, passed_on, records_gradients, state_of
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import plan_axes
@@ -38,13 +45,20 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture."""
+    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture.
+
+    A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
+    this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
+    ``training`` says so and autograd records.
+    """
 
     name: str
     run: Callable[[Any, Watcher], Any]
     effects: Callable[[Watcher], StepEffects]
     training: bool
     loss_leaf: Callable[[Any], Tensor] | None = None
+    local: bool = False
+    path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +103,13 @@ class ReadyStep:
     """A captured step and the batch that it will run on."""
 
     _engine: StepEngine
+    _call: StepCall
     _variant: _Variant
     _leaves: Sequence[tuple[str, Any]]
 
     def run(self, around: Around = contextlib.nullcontext) -> StepResult:
         """Run it inside ``around()``; every rank calls it alike."""
-        return self._engine._run(self._variant, self._leaves, around)
+        return self._engine._run(self._call, self._variant, self._leaves, around)
 
 
 @dataclass
@@ -140,7 +155,8 @@ class StepEngine:
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
         leaves, rebuild = flatten_batch(batch)
-        return self._variant(call, leaves, rebuild, counters).step.report
+        call, layout = self._described(call, batch, leaves)
+        return self._variant(call, layout, leaves, rebuild, counters).step.report
 
     def find(self, call: StepCall, leaves: Sequence[tuple[str, Any]]) -> PreparedStep | None:
         """The step captured for a batch of such leaves, of which only shapes are read; None, on all ranks, if none is.
@@ -176,27 +192,48 @@ class StepEngine:
         Raises:
             ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
             CaptureError: the step cannot be captured, or changes with every batch.
+            RanksDifferError: ranks call a module with arguments of different shapes; all raise it, and nothing has run.
         """
         return self.ready(call, batch, counters).run(around)
 
     def ready(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> ReadyStep:
         """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
-        return ReadyStep(self, self._variant(call, leaves, rebuild, counters), leaves)
+        call, layout = self._described(call, batch, leaves)
+        return ReadyStep(self, call, self._variant(call, layout, leaves, rebuild, counters), leaves)
 
-    def _run(self, variant: _Variant, leaves: Sequence[tuple[str, Any]], around: Around) -> StepResult:
+    def _run(self, call: StepCall, variant: _Variant, leaves: Sequence[tuple[str, Any]], around: Around) -> StepResult:
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
-        inputs = [*parameters.values(), *buffers.values(), *tensors]
+        parameters, buffers = self._state_at(call, variant.step)
+        given = [tensor.contiguous() for tensor in tensors] if call.local else tensors
         with self.seeded(variant.step), around():
-            results = run_step(variant.step, inputs, variant.layouts)
-        return self._distribute(variant, results, buffers)
+            results = run_step(variant.step, [*parameters, *buffers.values(), *given], variant.layouts)
+        return self._distribute(variant, results, buffers, tensors)
 
-    def _distribute(self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor]) -> StepResult:
+    def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
+        if not call.local:
+            return call, describe_batch(leaves, self.batch_dims)
+        training = call.training and records_gradients(self._owner(call), [leaf for _, leaf in leaves])
+        name = call.name if training else f"{call.name}:inference"
+        return replace(call, training=training, name=name), describe_call(batch, self.device, training)
+
+    def _owner(self, call: StepCall) -> nn.Module:
+        return self.module.get_submodule(call.path)
+
+    def _state_at(self, call: StepCall, step: CompiledStep) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The parameters that a step reads, and its buffers by name, as they are now."""
+        if call.local:
+            return state_of(self.module, step.captured)
+        return list(self.module.parameters()), dict(self.module.named_buffers())
+
+    def _distribute(
+        self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
+    ) -> StepResult:
         captured = variant.step.captured
         outputs, effects = take_apart(captured, results, buffers)
+        statics = passed_on(captured.static_outputs, batch)
         return StepResult(
-            output=tree_unflatten(with_statics(outputs, captured.static_outputs), captured.output_spec),
+            output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
             effects=variant.effects,
             effect_tensors=tuple(effects),
             effect_whole=_whole_effects(variant.step),
@@ -206,18 +243,18 @@ class StepEngine:
     def _variant(
         self,
         call: StepCall,
+        layout: BatchLayout,
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
     ) -> _Variant:
-        layout = describe_batch(leaves, self.batch_dims)
-        state = self._module_state()
+        state = call_state(self._owner(call), call.training, self.device) if call.local else self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
         index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
-            self._check_shared_rows(layout, leaves)
+            self._check_shared_rows(call, layout, leaves)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 
@@ -231,6 +268,13 @@ class StepEngine:
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
     ) -> None:
+        if call.local:
+            batch = f"{layout} in {layout.structure}"
+            mine = StepIdentity(name=call.name, batch=batch, values={}, variant=variant, module_state=repr(state))
+            check_same_call(self.context.control, mine)
+            if layout.refused:
+                raise CaptureError(f"{call.name}: {layout.refused}")
+            return
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
         check_same_step(
@@ -238,12 +282,15 @@ class StepEngine:
             StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
         )
 
-    def _check_shared_rows(self, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows."""
+    def _check_shared_rows(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
+
+        What a module hands to the next carries a gradient; it may differ in the last bit.
+        """
         mesh = self.context.mesh
         if mesh.device_mesh.size() == mesh.data_parallel_size:
             return
-        batched = {leaf.path for leaf in layout.leaves if leaf.batched}
+        batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
         digests = {path: _digest(leaf) for path, leaf in leaves if path in batched}
         check_same_rows(self.context.control, mesh.data_parallel_rank, digests)
 
@@ -264,15 +311,17 @@ class StepEngine:
             watcher.start()
             return call.run(rebuild(values), watcher)
 
+        parameters, buffers = named_state(self.module, call.path)
         request = StepRequest(
             name=call.name,
             module=self.module,
             run=run,
-            parameters={name: TensorSpec.of(parameter) for name, parameter in self.module.named_parameters()},
-            buffers={name: TensorSpec.of(buffer) for name, buffer in self.module.named_buffers()},
+            parameters={name: TensorSpec.of(parameter) for name, parameter in parameters.items()},
+            buffers={name: TensorSpec.of(buffer) for name, buffer in buffers.items()},
             layout=layout,
             static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
-            batch_shards=self.context.mesh.data_parallel_size,
+            batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
+            local=call.local,
             device=self.device,
             effects=effects,
             training=call.training,

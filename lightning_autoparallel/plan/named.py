@@ -25,6 +25,7 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.plan.edges import edge_pins
 from lightning_autoparallel.plan.gradients import late_reductions
+from lightning_autoparallel.plan.local import local_spec, own_values
 from lightning_autoparallel.plan.other_axes import OtherAxes
 from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
 from lightning_autoparallel.plan.storage import ParameterPlacement, place_parameters
@@ -104,7 +105,7 @@ def make_plan(
     planning = _Planning(
         captured=captured,
         placeholders=placeholders,
-        parameters=place_parameters(spec, shapes, axes),
+        parameters=place_parameters(local_spec(spec, shapes) if captured.local else spec, shapes, axes),
         rules=spec.rules,
         axes=axes,
         mesh=mesh,
@@ -135,7 +136,8 @@ def _solve_axes(planning: _Planning) -> list[Choices]:
     if batch:
         joint = planning.mesh.plan_axis(tuple(name for i in batch for name in axes[i].mesh_axes))
         assert joint is not None
-        choices = _solve(planning, joint, None, others)
+        captured = planning.captured
+        choices = own_values(captured.graph_module.graph) if captured.local else _solve(planning, joint, None, others)
         solved.update(dict.fromkeys(batch, choices))
         others.add(joint, choices)
     for i, axis in enumerate(axes):
@@ -220,13 +222,13 @@ def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | No
     """Where output ``index`` may end: results keep their rows on the rank that owns them, everything else is whole."""
     captured = planning.captured
     item, node = captured.outputs[index], output_nodes(captured.graph_module.graph)[index]
-    if item.kind == "gradient" and position is not None:
+    if item.is_parameter_gradient and position is not None:
         return (planning.parameters[item.name].compute[position],)
     if not axis.shards_batch:
         return (Replicate(),)
     if item.kind in ("output", "log") and _carries_batch(captured, node.meta["val"]):
         return (Shard(0),)
-    if item.kind == "gradient":
+    if item.is_parameter_gradient:
         return (Replicate(), Shard(0))
     return (Replicate(),)
 
@@ -234,7 +236,7 @@ def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | No
 def _output_placements(planning: _Planning) -> tuple[Placements | None, ...]:
     placements: list[Placements | None] = []
     for index, item in enumerate(planning.captured.outputs):
-        if item.kind == "gradient":
+        if item.is_parameter_gradient:
             placements.append(planning.parameters[item.name].storage)
         else:
             placements.append(tuple(_allowed(planning, index, axis, None)[0] for axis in planning.axes))

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from lightning_autoparallel.capture import Watcher
-from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.buffers import SharedBuffers
@@ -47,26 +46,26 @@ class ForwardSteps:
         """One real step.
 
         Raises:
-            ConfigError: some ranks skip the batch (None) and others do not.
+            AutoParallelError: another rank raised, called other modules, or alone skips the batch (None).
         """
         self._step, self._counters = name, counters
         self._scopes.join_rows(self._module)
         self._buffers.share()
         plugin = self._trainer.precision_plugin
-        with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
-            output = getattr(self._module, name)(*args)
-        if name == "training_step" and self._module.automatic_optimization:
-            self._check_all_skip(output is None)
+        output, error = None, None
+        try:
+            with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
+                output = getattr(self._module, name)(*args)
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        self._end(name, output, error)
         return output
 
-    def _check_all_skip(self, skips: bool) -> None:
-        control = self._engine.context.control
-        if control.agrees(str(skips)):
-            return
-        ranks = [rank for rank, theirs in enumerate(control.gather(skips)) if theirs]
-        raise ConfigError(
-            f"training_step returned None on ranks {ranks} only: the others would wait for their gradients for ever; "
-            "skip a batch on all ranks or on none, or return a loss of zero (loss * 0)"
+    def _end(self, name: str, output: Any, error: Exception | None) -> None:
+        """Ranks end a step together: the backward of those that go on would wait for the others for ever."""
+        skips = name == "training_step" and self._module.automatic_optimization and output is None
+        self._engine.context.control.raise_together(
+            error, f"the end of {name}{', skipping the batch' if skips else ''}"
         )
 
     def module_call(self, path: str, module: nn.Module) -> StepCall:
@@ -75,7 +74,7 @@ class ForwardSteps:
             name=f"{self._step}:{path}",
             run=lambda batch, watcher: module(*batch[0], **batch[1]),
             effects=self._effects,
-            training=True,
+            training=self._step == "training_step",
             local=True,
             path=path,
         )
