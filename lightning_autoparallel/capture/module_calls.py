@@ -1,4 +1,4 @@
-"""Calls of single modules as local programs: what arguments they may have, which of their results the graph computes."""
+"""Calls of single modules as local programs: what arguments they may have, which results their graph computes."""
 
 from __future__ import annotations
 

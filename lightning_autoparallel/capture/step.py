@@ -205,6 +205,8 @@ def _step_contexts(request: StepRequest) -> Iterator[None]:
         marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
+        # Its recurrent layers are one operator that keeps what only it can read; torch's own are matrix products.
+        torch.backends.mkldnn.flags(enabled=False),
         torch.set_grad_enabled(request.training),
     ):
         yield

@@ -55,8 +55,8 @@ class ControlGroup:
     def raise_together(self, error: Exception | None, at: str = "") -> None:
         """Raise on all ranks if any has an error: its own, or the first other rank's.
 
-        An error that is not ours and that only some ranks have becomes one of ours, so that no rank goes on alone. ``at``
-        says how far this rank has come, where ranks may have come to different places.
+        An error that is not ours and that only some ranks have becomes one of ours, so that no rank goes on alone.
+        ``at`` says how far this rank has come, where ranks may have come to different places.
 
         Raises:
             AutoParallelError: some rank has an error, or has come to another place.
