@@ -26,6 +26,10 @@ class RanksDifferError(ConfigError):
     """Ranks hold batches, or call a module on arguments, of different shapes: raised on all, before anything ran."""
 
 
+class OtherRankError(AutoParallelError):
+    """Another rank has stopped, or has come to another place of the step, where this one cannot go on alone."""
+
+
 class UnsupportedOpError(AutoParallelError):
     """An operator of the step has no meaning on shards and no safe fallback."""
 

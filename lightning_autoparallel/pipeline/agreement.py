@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, RanksDifferError
+from lightning_autoparallel.errors import (
+    AutoParallelError,
+    CaptureError,
+    ConfigError,
+    OtherRankError,
+    RanksDifferError,
+)
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
@@ -56,18 +62,20 @@ class ControlGroup:
         """Raise on all ranks if any has an error: its own, or the first other rank's.
 
         An error that is not ours and that only some ranks have becomes one of ours, so that no rank goes on alone.
-        ``at`` says how far this rank has come, where ranks may have come to different places.
+        ``at`` says how far this rank has come, where ranks may have come to different places; its own error is then
+        raised as it is.
 
         Raises:
-            AutoParallelError: some rank has an error, or has come to another place.
+            AutoParallelError: some rank has an error, or (OtherRankError) has come to another place.
         """
         if self.agrees(at if error is None else "error") and error is None:
             return
         places = self.gather(at if error is None else Stopped(_message(error)))
         if error is None:
-            raise _other_place(places)
+            other = _other_place(places)
+            raise other if at else CaptureError(str(other))
         alone = not all(isinstance(place, Stopped) for place in places)
-        if alone and not isinstance(error, AutoParallelError):
+        if alone and not at and not isinstance(error, AutoParallelError):
             raise CaptureError(f"this rank alone stopped: {_message(error)}") from error
         raise error
 
@@ -79,13 +87,13 @@ class Stopped:
     message: str
 
 
-def _other_place(places: list[Any]) -> AutoParallelError:
+def _other_place(places: list[Any]) -> OtherRankError:
     """The error of a rank that finds others in another place than its own: one has stopped, or runs other code."""
     for rank, place in enumerate(places):
         if isinstance(place, Stopped):
-            return CaptureError(f"rank {rank} stopped: {place.message}")
+            return OtherRankError(f"rank {rank} stopped: {place.message}")
     shown = ", ".join(f"rank {rank} at {getattr(place, 'name', place)!r}" for rank, place in enumerate(places))
-    return ConfigError(
+    return OtherRankError(
         f"ranks have come to different places of a step: {shown}; every rank must call the same modules in the same "
         "order, and skip the same batches"
     )
@@ -95,7 +103,7 @@ def _same_place(everyone: list[Any]) -> list[StepIdentity]:
     """What all ranks are about to run.
 
     Raises:
-        AutoParallelError: one of them is about to do something else.
+        OtherRankError: one of them is about to do something else.
     """
     if not all(isinstance(place, StepIdentity) for place in everyone):
         raise _other_place(everyone)
@@ -135,7 +143,8 @@ def check_same_call(control: ControlGroup, mine: StepIdentity) -> None:
 
     Raises:
         RanksDifferError: the same call, on arguments of different shapes or values.
-        ConfigError: ranks call different modules, or one module in different states.
+        OtherRankError: ranks call different modules, or one of them has stopped.
+        ConfigError: they call one module in different states.
         CaptureError: they took different branches in the module.
     """
     if control.agrees(repr(mine)):

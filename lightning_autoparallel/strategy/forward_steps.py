@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.errors import OtherRankError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.buffers import SharedBuffers
@@ -56,6 +57,8 @@ class ForwardSteps:
         try:
             with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
                 output = getattr(self._module, name)(*args)
+        except OtherRankError:
+            raise
         except Exception as caught:  # raised again below, once every rank knows
             error = caught
         self._end(name, output, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -125,6 +126,7 @@ class AutoParallelStrategy(SavingStrategy):
         self.capture = CaptureSpec.parse(capture)
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
+        self._skips = False
         # again: the other flavour may have been imported after this package
         refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
 
@@ -246,8 +248,12 @@ class AutoParallelStrategy(SavingStrategy):
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step on this rank's batch."""
-        return self._run("training_step", (*args, *kwargs.values()))
+        """Run the training step on this rank's batch; all ranks may skip it by None, as on one device."""
+        assert self.lightning_module is not None
+        output = self._run("training_step", (*args, *kwargs.values()))
+        self._skips = output is None and self.lightning_module.automatic_optimization
+        # Lightning refuses None where there are several processes, not knowing that all of them skip.
+        return torch.full((), math.nan, device=self.root_device) if self._skips and self.world_size > 1 else output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step."""
@@ -268,6 +274,8 @@ class AutoParallelStrategy(SavingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the captured backward; its collectives are counted with those of the forward."""
         assert self._steps is not None
+        if self._skips:
+            return closure_loss
         with self._steps.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
