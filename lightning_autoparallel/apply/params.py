@@ -123,11 +123,18 @@ def _sharded_parameter(parameter: nn.Parameter, layout: ParameterLayout, device:
     return nn.Parameter(layout.distribute(layout.shard_of(full)), requires_grad=parameter.requires_grad)
 
 
+def share_buffers(module: nn.Module) -> None:
+    """Give every rank rank 0's buffers: plans take them for equal, as those of one device are."""
+    for buffer in module.buffers():
+        if not isinstance(buffer, DTensor) and buffer.layout is torch.strided:
+            _broadcast(buffer.detach())
+
+
 def _broadcast(tensor: Tensor) -> None:
-    if dist.get_backend() != "fake" and dist.get_world_size() > 1:
+    if dist.get_backend() != "fake" and dist.get_world_size() > 1 and tensor.numel():
         contiguous = tensor.contiguous()
-        dist.broadcast(contiguous, src=0)
-        if contiguous is not tensor:
+        dist.broadcast(contiguous.view(-1).view(torch.uint8), src=0)  # gloo does not know every dtype
+        if contiguous is not tensor and not torch.equal(contiguous, tensor):
             tensor.copy_(contiguous)
 
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
+from lightning_autoparallel.apply import (
+    ParameterLayout,
+    materialise_module,
+    parameter_layouts,
+    shard_module,
+    share_buffers,
+)
 from lightning_autoparallel.capture import (
     BatchLayout,
     StepEffects,
@@ -123,6 +129,7 @@ class StepEngine:
         materialise_module(self.module, self.layouts, self.device)
         shard_module(self.module, self.layouts, self.device)
         self.module.to(self.device)
+        share_buffers(self.module)
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
