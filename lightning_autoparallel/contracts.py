@@ -30,10 +30,14 @@ class GraphInput:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOutput:
-    """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs."""
+    """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs.
+
+    ``batch_dim`` is the dim of an output or log that is the batch, None where there is none.
+    """
 
     kind: OutputKind
     name: str
+    batch_dim: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
