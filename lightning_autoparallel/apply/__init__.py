@@ -3,6 +3,7 @@
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
+    Replacements,
     materialise_module,
     parameter_layouts,
     shard_module,
@@ -11,6 +12,7 @@ from lightning_autoparallel.apply.params import (
 
 __all__ = [
     "ParameterLayout",
+    "Replacements",
     "lower_graph",
     "materialise_module",
     "parameter_layouts",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,7 +101,32 @@ def parameter_layouts(
     }
 
 
-def shard_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
+@dataclass(frozen=True)
+class Replacements:
+    """Which parameter took the place of which; what nobody else holds is let go of."""
+
+    _pairs: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = field(default_factory=list)
+
+    def note(self, before: nn.Parameter, now: nn.Parameter) -> None:
+        """``now`` is in the module where ``before`` was."""
+        self._pairs.append((weakref.ref(before), now))
+
+    def rebind(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+        """Put what is in the module now into an optimizer's groups, in place; what was replaced there."""
+        held = {id(before): now for ref, now in self._pairs if (before := ref()) is not None}
+        replaced: list[Tensor] = []
+        for group in groups:
+            replaced += [parameter for parameter in group["params"] if id(parameter) in held]
+            group["params"][:] = [held.get(id(parameter), parameter) for parameter in group["params"]]
+        return replaced
+
+
+def shard_module(
+    module: nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    device: torch.device,
+    replacements: Replacements | None = None,
+) -> None:
     """Replace every parameter by its shard on ``device``, starting from rank 0's values; tied ones stay tied.
 
     Parameters that are DTensors already are left alone; parameters on meta must have been materialised.
@@ -114,6 +140,8 @@ def shard_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], devi
             if id(parameter) not in replaced:
                 layout = layouts[names[id(parameter)]]
                 replaced[id(parameter)] = _sharded_parameter(parameter, layout, device)
+                if replacements is not None:
+                    replacements.note(parameter, replaced[id(parameter)])
             submodule._parameters[attribute] = replaced[id(parameter)]
 
 

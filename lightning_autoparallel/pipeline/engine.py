@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.apply import (
     ParameterLayout,
+    Replacements,
     materialise_module,
     parameter_layouts,
     shard_module,
@@ -102,6 +103,7 @@ class StepEngine:
     draws: int = 0
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
+    replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
 
@@ -127,7 +129,7 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
         materialise_module(self.module, self.layouts, self.device)
-        shard_module(self.module, self.layouts, self.device)
+        shard_module(self.module, self.layouts, self.device, self.replacements)
         self.module.to(self.device)
         share_buffers(self.module)
 

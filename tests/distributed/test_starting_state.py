@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
+from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
 from tests.worlds import Worlds
 
 
@@ -38,3 +38,44 @@ def test_buffers_are_rank_zeros(worlds: Worlds) -> None:
     assert_equals_one_device(ranks, expected)
     for outcome in ranks:
         torch.testing.assert_close(outcome.extra, expected.extra)
+
+
+class MadeBefore(Net):
+    """Optimizer and scheduler are made with the module; one parameter is tied, and has a group of its own."""
+
+    made = torch.optim.AdamW
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(6, 10)
+        self.again.weight = self.net[0].weight
+        weight = [self.net[0].weight]
+        others = [p for p in self.parameters() if p is not self.net[0].weight]
+        self.optimizer = self.made([{"params": weight, "lr": 0.03}, {"params": others}], lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def loss(self, batch):
+        return super().loss(batch) + self.again(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return {
+            "optimizer": self.optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"},
+        }
+
+
+class SteppedBefore(MadeBefore):
+    def __init__(self) -> None:
+        super().__init__()
+        super().loss(self.batches()[0]).backward()
+        self.optimizer.step()
+
+
+def test_an_optimizer_made_before_fit_trains(worlds: Worlds) -> None:
+    ranks = worlds(2).run(train, MadeBefore, MESH)
+    assert_equals_one_device(ranks, train(MadeBefore, None))
+
+
+def test_an_optimizer_with_state_is_refused(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, SteppedBefore):
+        assert text.startswith("ConfigError: AdamW has taken steps on parameters that are sharded now")
