@@ -15,6 +15,7 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
+from lightning_autoparallel.capture.leaves import UnreadLeaf, unread_error
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
@@ -106,6 +107,9 @@ class _Step(nn.Module):
 
     def _flatten(self, output: Any, request: StepRequest) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
+        for leaf in leaves:
+            if type(leaf) is UnreadLeaf:
+                raise unread_error(leaf)
         self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if request.training and request.loss_leaf is not None:

@@ -27,8 +27,11 @@ from lightning_autoparallel.capture import (
     TensorSpec,
     Watcher,
     check_edges,
+    check_rows,
     describe_batch,
     flatten_batch,
+    ragged_part,
+    readable,
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
@@ -45,13 +48,17 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture."""
+    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture.
+
+    ``rows`` are those of the batches that its loader gives, None if unknown.
+    """
 
     name: str
     run: Callable[[Any, Watcher], Any]
     effects: Callable[[Watcher], StepEffects]
     training: bool
     loss_leaf: Callable[[Any], Tensor] | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +254,7 @@ class StepEngine:
         known: list[_Variant],
     ) -> _Variant:
         self._count_capture(call, layout, known)
+        self._check_batch(call, leaves, rebuild)
         watcher = Watcher(counters)
         effects = call.effects(watcher)
 
@@ -261,7 +269,7 @@ class StepEngine:
             parameters={name: TensorSpec.of(parameter) for name, parameter in self.module.named_parameters()},
             buffers={name: TensorSpec.of(buffer) for name, buffer in self.module.named_buffers()},
             layout=layout,
-            static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
+            static_leaves={i: readable(*leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf[1], Tensor)},
             batch_shards=self.context.mesh.data_parallel_size,
             device=self.device,
             effects=effects,
@@ -277,6 +285,24 @@ class StepEngine:
         return _Variant(
             step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
+
+    def _check_batch(
+        self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]
+    ) -> None:
+        """Whether the batch can be divided into rows by dim 0 of its tensors."""
+        if self.context.mesh.data_parallel_size == 1:
+            return
+        ragged = ragged_part(rebuild([leaf for _, leaf in leaves]))
+        if ragged is not None:
+            raise CaptureError(
+                f"the batch of {call.name} holds a {ragged}, whose tensors have no common dim for rows: it cannot "
+                "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
+            )
+        # Later kinds of batches may be what is left at an epoch's end.
+        known = self.batch_dims is not None or self._captures[call.name] > 1
+        doubt = None if known else check_rows(leaves, call.rows)
+        if doubt is not None:
+            self.context.warn_once(doubt)
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""

@@ -17,6 +17,7 @@ from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
+from lightning_autoparallel.strategy.sampling import rows_of_batches
 from lightning_autoparallel.torch_compat.collectives import launched_collectives
 
 _BATCH_INDEX = "batch_idx"
@@ -107,6 +108,7 @@ class LightningSteps:
             effects=lambda watcher: LightningEffects(self._module, watcher, self._notice, self._scopes),
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
+            rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
         )
 
     def _notice(self, message: str) -> None:
