@@ -32,12 +32,14 @@ class GraphInput:
 class GraphOutput:
     """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs.
 
-    A gradient is ``of`` a parameter, or of a leaf of the batch, whose path ``name`` then is.
+    A gradient is ``of`` a parameter, or of a leaf of the batch, whose path ``name`` then is. ``batch_dim`` is the dim
+    of an output or log that is the batch, None where there is none.
     """
 
     kind: OutputKind
     name: str
     of: InputKind = "parameter"
+    batch_dim: int | None = None
 
     @property
     def is_parameter_gradient(self) -> bool:

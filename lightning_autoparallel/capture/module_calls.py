@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, flatten_batch, structure_of
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
+from lightning_autoparallel.capture.leaves import flatten_batch, structure_of
 from lightning_autoparallel.contracts import PassedOn
 from lightning_autoparallel.errors import CaptureError
 

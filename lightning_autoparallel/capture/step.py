@@ -15,11 +15,13 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
+from lightning_autoparallel.capture.leaves import UnreadLeaf, unread_error
 from lightning_autoparallel.capture.module_calls import own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
+from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import record_sources, user_line_of
-from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput
+from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
@@ -93,6 +95,7 @@ class _Step(nn.Module):
         self.output_spec: Any = None
         self.static_outputs: dict[int, Any] = {}
         self.results = 0
+        self.shapes: list[tuple[int, ...]] = []
         self.changes: list[str] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
@@ -110,6 +113,9 @@ class _Step(nn.Module):
         self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
     ) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
+        for leaf in leaves:
+            if type(leaf) is UnreadLeaf:
+                raise unread_error(leaf)
         self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if request.local:
@@ -119,7 +125,16 @@ class _Step(nn.Module):
             loss = request.loss_leaf(output)
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
         self.results = len(tensors)
-        return [*tensors, *(tensor.detach() for tensor in request.effects.tensors())]
+        tensors += [tensor.detach() for tensor in request.effects.tensors()]
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        return tensors
+
+    def name_of(self, position: int) -> str:
+        """What the tensor at ``position`` of the flat results is."""
+        (request,) = self._request
+        if position < self.results:
+            return f"result {position} of {request.name}"
+        return f"what {request.name} logs or gives to a metric ({position - self.results})"
 
 
 class _Runner(nn.Module):
@@ -164,13 +179,14 @@ def _capture(request: StepRequest) -> CapturedGraph:
     assert export is not None
     for change in dict.fromkeys(step.changes):
         request.notice(f"{request.name} {change}: this runs at capture only, real steps replay the graph")
+    batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
         graph_module=graph_module,
         inputs=inputs,
-        outputs=_outputs(export, step, inputs),
+        outputs=_outputs(export, step, inputs, batch_dims),
         output_spec=step.output_spec,  # type: ignore[arg-type]
         static_outputs=dict(step.static_outputs),
         constants=constants,
@@ -243,7 +259,30 @@ def _data_dependent(cause: BaseException, error: BaseException) -> str:
     return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
 
 
-def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
+def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
+    """The batch's dim in each flat result of the step; nothing to know where the batch is not divided."""
+    if request.batch_shards == 1:
+        return [None] * len(step.shapes)
+    lengths = {leaf.global_shape(request.batch_shards)[0] for leaf in request.layout.tensors if leaf.batched}
+
+    def shapes(times: int) -> Shapes:
+        with fake_tracing(), contextlib.ExitStack() as stack:
+            arguments = _fake_arguments(request, times)
+            stack.enter_context(_step_contexts(request))
+            step(*arguments)
+        return step.shapes
+
+    def of_twice_the_rows() -> Shapes:
+        try:
+            return shapes(2)
+        finally:
+            shapes(1)  # what the step recorded is again that of its own batch
+
+    return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows)
+
+
+def _fake_arguments(request: StepRequest, times: int = 1) -> tuple[Tensor, ...]:
+    """The step's tensors; the batch with ``times`` the rows."""
     state = [*request.parameters.values(), *request.buffers.values()]
     tensors = [
         fake_tensor_like(spec.shape, spec.stride, spec.dtype, request.device, spec.requires_grad and request.training)
@@ -251,7 +290,7 @@ def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
     ]
     for leaf in request.layout.tensors:
         assert leaf.dtype is not None
-        shape = leaf.global_shape(request.batch_shards)
+        shape = leaf.global_shape(request.batch_shards * times)
         requires_grad = leaf.requires_grad and request.training
         tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device, requires_grad=requires_grad))
     return tuple(tensors)
@@ -276,7 +315,9 @@ def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...
     return (*inputs, *(GraphInput(kind="constant", name=name) for name in constants))
 
 
-def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -> tuple[GraphOutput, ...]:
+def _outputs(
+    export: JointExport, step: _Step, inputs: tuple[GraphInput, ...], batch_dims: list[int | None]
+) -> tuple[GraphOutput, ...]:
     by_position = {position: inputs[i] for i, (kind, position) in enumerate(export.inputs) if kind == "argument"}
     outputs = []
     for output in export.outputs:
@@ -285,11 +326,9 @@ def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -
         kind, position = output
         if kind == "output":
             is_result = position < step.results
-            outputs.append(
-                GraphOutput(
-                    kind="output" if is_result else "log", name=str(position if is_result else position - step.results)
-                )
-            )
+            name = str(position if is_result else position - step.results)
+            what: OutputKind = "output" if is_result else "log"
+            outputs.append(GraphOutput(kind=what, name=name, batch_dim=batch_dims[position]))
         elif kind == "mutation":
             outputs.append(GraphOutput(kind="buffer", name=_buffer(step, by_position[position])))
         else:

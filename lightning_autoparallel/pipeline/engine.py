@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
+from lightning_autoparallel.apply import (
+    ParameterLayout,
+    Replacements,
+    materialise_module,
+    parameter_layouts,
+    shard_module,
+    share_buffers,
+)
 from lightning_autoparallel.capture import (
     BatchLayout,
     StepEffects,
@@ -20,9 +27,12 @@ from lightning_autoparallel.capture import (
     TensorSpec,
     Watcher,
     check_edges,
+    check_rows,
     describe_batch,
     describe_call,
     flatten_batch,
+    ragged_part,
+    readable,
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
@@ -49,7 +59,8 @@ class StepCall:
 
     A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
     this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
-    ``training`` says so and autograd records.
+    ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
+    unknown.
     """
 
     name: str
@@ -59,6 +70,7 @@ class StepCall:
     loss_leaf: Callable[[Any], Tensor] | None = None
     local: bool = False
     path: str = ""
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +136,7 @@ class StepEngine:
     draws: int = 0
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
+    replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
 
@@ -149,8 +162,9 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
         materialise_module(self.module, self.layouts, self.device)
-        shard_module(self.module, self.layouts, self.device)
+        shard_module(self.module, self.layouts, self.device, self.replacements)
         self.module.to(self.device)
+        share_buffers(self.module)
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
@@ -304,6 +318,7 @@ class StepEngine:
         known: list[_Variant],
     ) -> _Variant:
         self._count_capture(call, layout, known)
+        self._check_batch(call, leaves, rebuild)
         watcher = Watcher(counters)
         effects = call.effects(watcher)
 
@@ -319,7 +334,7 @@ class StepEngine:
             parameters={name: TensorSpec.of(parameter) for name, parameter in parameters.items()},
             buffers={name: TensorSpec.of(buffer) for name, buffer in buffers.items()},
             layout=layout,
-            static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
+            static_leaves={i: readable(*leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf[1], Tensor)},
             batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
             local=call.local,
             device=self.device,
@@ -341,6 +356,24 @@ class StepEngine:
         return _Variant(
             step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
+
+    def _check_batch(
+        self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]
+    ) -> None:
+        """Whether the batch can be divided into rows by dim 0 of its tensors."""
+        if call.local or self.context.mesh.data_parallel_size == 1:
+            return
+        ragged = ragged_part(rebuild([leaf for _, leaf in leaves]))
+        if ragged is not None:
+            raise CaptureError(
+                f"the batch of {call.name} holds a {ragged}, whose tensors have no common dim for rows: it cannot "
+                "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
+            )
+        # Later kinds of batches may be what is left at an epoch's end.
+        known = self.batch_dims is not None or self._captures[call.name] > 1
+        doubt = None if known else check_rows(leaves, call.rows)
+        if doubt is not None:
+            self.context.warn_once(doubt)
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""

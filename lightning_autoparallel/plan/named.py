@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from lightning_autoparallel.config import PlanRule, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     GraphInput,
+    GraphOutput,
     NodePlacement,
     Placements,
     PlanAxis,
@@ -193,41 +194,26 @@ def _pin(planning: _Planning, item: GraphInput, axis: PlanAxis, position: int | 
         return Shard(0)
     if item.kind == "tangent":
         # The gradient of a result has the result's placement.
-        result = _result_value(planning.captured, item.name)
-        return Shard(0) if _carries_batch(planning.captured, result) else Replicate()
+        return _result_placement(
+            next(result for result in planning.captured.outputs if (result.kind, result.name) == ("output", item.name))
+        )
     return Replicate()
 
 
-def _result_value(captured: CapturedGraph, name: str) -> Tensor:
-    for node, item in zip(output_nodes(captured.graph_module.graph), captured.outputs, strict=True):
-        if item.kind == "output" and item.name == name:
-            return node.meta["val"]
-    raise AssertionError(f"no result {name}")
-
-
-def global_batch_size(captured: CapturedGraph) -> int | None:
-    """Dim 0 of the batched leaves, or None where nothing is batched."""
-    placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
-    for node, item in zip(placeholders, captured.inputs, strict=True):
-        if item.batched:
-            return int(node.meta["val"].shape[0])
-    return None
-
-
-def _carries_batch(captured: CapturedGraph, value: Tensor) -> bool:
-    return value.dim() > 0 and value.shape[0] == global_batch_size(captured)
+def _result_placement(item: GraphOutput) -> Placement:
+    """A result that carries the batch keeps its rows on the rank that owns them."""
+    return Replicate() if item.batch_dim is None else Shard(item.batch_dim)
 
 
 def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | None) -> tuple[Placement, ...]:
     """Where output ``index`` may end: results keep their rows on the rank that owns them, everything else is whole."""
-    captured = planning.captured
-    item, node = captured.outputs[index], output_nodes(captured.graph_module.graph)[index]
+    item = planning.captured.outputs[index]
     if item.is_parameter_gradient and position is not None:
         return (planning.parameters[item.name].compute[position],)
     if not axis.shards_batch:
         return (Replicate(),)
-    if item.kind in ("output", "log") and _carries_batch(captured, node.meta["val"]):
-        return (Shard(0),)
+    if item.kind in ("output", "log"):
+        return (_result_placement(item),)
     if item.is_parameter_gradient:
         return (Replicate(), Shard(0))
     return (Replicate(),)

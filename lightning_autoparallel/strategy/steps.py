@@ -19,6 +19,7 @@ from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, Fo
 from lightning_autoparallel.strategy.launches import LaunchCounter
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
+from lightning_autoparallel.strategy.sampling import rows_of_batches
 
 _BATCH_INDEX = "batch_idx"
 
@@ -159,6 +160,7 @@ class LightningSteps:
             effects=lambda watcher: LightningEffects(self._module, watcher, self._notice, self._scopes),
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
+            rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
         )
 
     def _notice(self, message: str) -> None:

@@ -17,7 +17,7 @@ from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
-from lightning_autoparallel.errors import StepFailedError
+from lightning_autoparallel.errors import ConfigError, StepFailedError
 from lightning_autoparallel.lightning_compat import (
     LightningModule,
     Precision,
@@ -234,6 +234,18 @@ class AutoParallelStrategy(SavingStrategy):
         """Optimizers over the sharded parameters; those of an earlier fit would hold others."""
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
         super().setup_optimizers(trainer)
+        for optimizer in self._optimizers:
+            self._rebind(optimizer)
+
+    def _rebind(self, optimizer: Optimizer) -> None:
+        """An optimizer that was made before the parameters were sharded trains what is in the module now."""
+        assert self._engine is not None
+        for parameter in self._engine.replacements.rebind(optimizer.param_groups):
+            if optimizer.state.pop(parameter, None):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has taken steps on parameters that are sharded now: make it in "
+                    "configure_optimizers, and load its state from a checkpoint (ckpt_path)"
+                )
 
     def model_to_device(self) -> None:
         """Sharding has put every parameter where it belongs."""
