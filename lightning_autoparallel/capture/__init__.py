@@ -3,8 +3,11 @@
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, describe_batch, flatten_batch
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
+from lightning_autoparallel.capture.leaves import leaf_counters
+from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher
+from lightning_autoparallel.capture.writes import made_again
 
 __all__ = [
     "BatchLayout",
@@ -13,10 +16,13 @@ __all__ = [
     "NoEffects",
     "StepEffects",
     "StepRequest",
+    "StepState",
     "TensorSpec",
     "Watcher",
     "capture_step",
     "check_edges",
     "describe_batch",
     "flatten_batch",
+    "leaf_counters",
+    "made_again",
 ]

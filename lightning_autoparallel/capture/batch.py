@@ -24,7 +24,7 @@ class BatchLeaf:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     batched: bool
-    value: Any = None  # of a leaf that is not a tensor: Python code of the step may branch on it
+    value: Any = None  # of a leaf that is not a tensor: a truth value or None, else its type's name
 
     def global_shape(self, shards: int) -> tuple[int, ...]:
         """The leaf's shape in the batch of all ``shards`` together."""
@@ -130,8 +130,8 @@ def _leaf(path: str, leaf: Any, length: int | None, overrides: Mapping[str, int 
 
 
 def _comparable(leaf: Any) -> Any:
-    # Strings name rows and change with every batch: a step can hardly compute with them, so they need no new capture.
-    return leaf if isinstance(leaf, (bool, int, float)) or leaf is None else type(leaf).__name__
+    # Others change with every batch: what the step decides by them is a guard.
+    return leaf if isinstance(leaf, bool) or leaf is None else type(leaf).__name__
 
 
 def _overrides(batch_dims: int | Mapping[str, int | None] | None, paths: list[str]) -> Mapping[str, int | None]:

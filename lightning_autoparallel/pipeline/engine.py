@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,14 @@ from lightning_autoparallel.capture import (
     BatchLayout,
     StepEffects,
     StepRequest,
+    StepState,
     TensorSpec,
     Watcher,
     check_edges,
     describe_batch,
     flatten_batch,
+    leaf_counters,
+    made_again,
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
@@ -51,7 +55,8 @@ class StepCall:
 class StepResult:
     """What one real step gave: its result, and the tensors that its recorded effects replay with.
 
-    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows.
+    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
+    counters and other numbers that the step found.
     """
 
     output: Any
@@ -59,17 +64,24 @@ class StepResult:
     effect_tensors: tuple[Tensor, ...]
     effect_whole: tuple[bool, ...]
     step: CompiledStep
+    numbers: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Variant:
     step: CompiledStep
-    watcher: Watcher
+    state: StepState
     effects: StepEffects
     layouts: tuple[ParameterLayout | None, ...]
 
-    def holds(self, counters: Mapping[str, int]) -> bool:
-        return all(guard.holds(counters) for guard in self.watcher.guards)
+    def holds(self, counters: Mapping[str, Any]) -> bool:
+        return self.state.holds(self.state.values(counters))
+
+    def at_this_step(self) -> CompiledStep:
+        """The step with the constants that Python finds now."""
+        if not self.state.feeds:
+            return self.step
+        return dataclasses.replace(self.step, constants=self.state.constants(self.step.constants))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,7 @@ class StepEngine:
     reports: dict[str, PlanReport] = field(default_factory=dict)
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
     def random_state(self) -> dict[str, int]:
@@ -137,7 +150,7 @@ class StepEngine:
         """
         layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
         known = self._variants.get((call.name, layout, state), [])
-        index = next((i for i, variant in enumerate(known) if variant.holds({})), None)
+        index = next((i for i, variant in enumerate(known) if variant.holds(_static(leaves))), None)
         if index is None:
             self._check_agreement(call, layout, [], -1, state)
             return None
@@ -166,22 +179,38 @@ class StepEngine:
         """
         leaves, rebuild = flatten_batch(batch)
         variant = self._variant(call, leaves, rebuild, counters)
+        state = variant.state
+        numbers, found = state.values({**counters, **_static(leaves)}), state.writes.prepare()
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         inputs = [*parameters.values(), *buffers.values(), *tensors]
+        if state.needs_vector:
+            fed = state.watcher.numbers(numbers)
+            inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
         with self.seeded(variant.step), around():
-            results = run_step(variant.step, inputs, variant.layouts)
-        return self._distribute(variant, results, buffers)
+            results = run_step(variant.at_this_step(), inputs, variant.layouts)
+        return self._distribute(variant, results, buffers, numbers, found)
 
-    def _distribute(self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor]) -> StepResult:
-        captured = variant.step.captured
+    def _distribute(
+        self,
+        variant: _Variant,
+        results: list[Tensor],
+        buffers: Mapping[str, Tensor],
+        numbers: Mapping[str, Any],
+        found: Mapping[int, Any],
+    ) -> StepResult:
+        captured, writes = variant.step.captured, variant.state.writes
         outputs, effects = take_apart(captured, results, buffers)
+        logged = len(effects) - len(writes.tensors)
+        writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found)
+        statics = {i: made_again(leaf, numbers) for i, leaf in captured.static_outputs.items()}
         return StepResult(
-            output=tree_unflatten(with_statics(outputs, captured.static_outputs), captured.output_spec),
+            output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
             effects=variant.effects,
-            effect_tensors=tuple(effects),
-            effect_whole=_whole_effects(variant.step),
+            effect_tensors=tuple(effects[:logged]),
+            effect_whole=_whole_effects(variant.step)[:logged],
             step=variant.step,
+            numbers=numbers,
         )
 
     def _variant(
@@ -195,7 +224,8 @@ class StepEngine:
         state = self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
-        index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
+        found = {**counters, **_static(leaves)}
+        index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
             self._check_shared_rows(layout, leaves)
@@ -214,6 +244,7 @@ class StepEngine:
     ) -> None:
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
+        values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
         check_same_step(
             self.context.control,
             StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
@@ -238,11 +269,11 @@ class StepEngine:
         known: list[_Variant],
     ) -> _Variant:
         self._count_capture(call, layout, known)
-        watcher = Watcher(counters)
+        watcher = Watcher({**counters, **_static(leaves)})
+        state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
-            watcher.start()
             return call.run(rebuild(values), watcher)
 
         request = StepRequest(
@@ -258,15 +289,16 @@ class StepEngine:
             effects=effects,
             training=call.training,
             loss_leaf=call.loss_leaf,
+            state=state,
             notice=self.context.warn,
             edges=self._edges(),
         )
         step = build_step(request, self.context)
         self.reports[call.name] = step.report
-        others = (None,) * (len(request.buffers) + len(layout.tensors))
+        others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
         return _Variant(
-            step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
+            step=step, state=state, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
@@ -286,14 +318,18 @@ class StepEngine:
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
     def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
+        differences = known[-1].state.differences() if known else []
+        numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
+        self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
         count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
         limit = self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
+                reason = f"{reason}: {differences[0]}" if differences else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return
-        guards = [guard for variant in known for guard in variant.watcher.guards]
+        guards = [guard for variant in known for guard in variant.state.watcher.guards]
         if guards:
             raise CaptureError(
                 f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
@@ -317,6 +353,11 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Leaves that are no tensors, by the names that the captured step knows them by."""
+    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
 
 
 def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:

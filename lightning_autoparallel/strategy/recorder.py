@@ -104,7 +104,7 @@ class LightningEffects:
                 return values[leaf.index]
             if isinstance(leaf, _MetricValue):
                 return results[object.__getattribute__(leaf, "index")]
-            return leaf._evaluate(counters) if isinstance(leaf, Watched) else leaf
+            return made_again(leaf, counters)
 
         for call in self._calls:
             with self._around(call, whole):

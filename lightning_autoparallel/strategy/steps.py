@@ -57,7 +57,7 @@ class LightningSteps:
             self.predicted_launches = result.step.report.launches()
         effects = result.effects
         assert isinstance(effects, LightningEffects)
-        effects.replay(result.effect_tensors, result.effect_whole, counters)
+        effects.replay(result.effect_tensors, result.effect_whole, result.numbers)
         return result.output
 
     @contextlib.contextmanager
