@@ -3,10 +3,13 @@
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_rows, describe_batch
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
-from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part, readable
+from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
+from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part
 from lightning_autoparallel.capture.module_calls import describe_call
+from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher
+from lightning_autoparallel.capture.writes import made_again
 
 __all__ = [
     "BatchLayout",
@@ -15,6 +18,7 @@ __all__ = [
     "NoEffects",
     "StepEffects",
     "StepRequest",
+    "StepState",
     "TensorSpec",
     "Watcher",
     "capture_step",
@@ -23,6 +27,7 @@ __all__ = [
     "describe_batch",
     "describe_call",
     "flatten_batch",
+    "leaf_counters",
+    "made_again",
     "ragged_part",
-    "readable",
 ]

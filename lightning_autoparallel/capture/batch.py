@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class BatchLeaf:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     batched: bool
-    value: Any = None  # of a leaf that is not a tensor: Python code of the step may branch on it
+    value: Any = None  # of a leaf that is not a tensor: a truth value or None, else its type's name
     requires_grad: bool = False  # of an argument of a module call, whose gradient goes on to earlier modules
 
     def global_shape(self, shards: int) -> tuple[int, ...]:
@@ -84,8 +83,8 @@ def _leaf(path: str, leaf: Any, length: int | None, overrides: Mapping[str, int 
 
 
 def _comparable(leaf: Any) -> Any:
-    # Strings name rows and change with every batch: a step can hardly compute with them, so they need no new capture.
-    return leaf if isinstance(leaf, (bool, int, float, complex, numpy.generic)) or leaf is None else type(leaf).__name__
+    # Others change with every batch: what the step decides by them is a guard.
+    return leaf if isinstance(leaf, bool) or leaf is None else type(leaf).__name__
 
 
 def check_rows(leaves: Sequence[tuple[str, Any]], rows: int | None) -> str | None:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_autoparallel.capture.sources import user_line
-from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tree import registered_children
 
 Rebuild = Callable[[list[Any]], Any]
@@ -147,48 +145,6 @@ def _slots_of(kind: type) -> list[str]:
 def is_data(value: Any) -> bool:
     """Whether a leaf is plain: a tensor, a number, a text, or one of the standard library's values."""
     return isinstance(value, _WHOLE) or type(value).__module__.partition(".")[0] in _STANDARD
-
-
-class UnreadLeaf:
-    """Stands, while a step is captured, for a leaf that is no plain data: reading it would read the first batch's.
-
-    It may lie in the batch; whoever looks at it is told.
-    """
-
-    def __init__(self, path: str, kind: type) -> None:
-        object.__setattr__(self, "_path", path)
-        object.__setattr__(self, "_kind", kind)
-
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # branches on the kind are those of the real leaf
-        return object.__getattribute__(self, "_kind")  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
-        raise unread_error(self)
-
-
-def unread_error(leaf: UnreadLeaf) -> CaptureError:
-    """What to raise where the step reads the leaf."""
-    path, kind = object.__getattribute__(leaf, "_path"), object.__getattribute__(leaf, "_kind")
-    return CaptureError(
-        f"{user_line()} reads batch leaf '{path or 'batch'}', a {kind.__module__}.{kind.__qualname__}: the graph would "
-        "keep the first batch's; make tensors of it in collate_fn, or register its class with torch.utils._pytree"
-    )
-
-
-def _refuse(self: UnreadLeaf, *_: Any) -> Any:
-    raise unread_error(self)
-
-
-for _name in ("bool", "int", "float", "len", "iter", "getitem", "call", "array", "contains", "eq", "add", "mul", "lt"):
-    setattr(UnreadLeaf, f"__{_name}__", _refuse)
-
-
-def readable(path: str, leaf: Any) -> Any:
-    """What a step is given for a leaf that is no tensor: itself, or a stand-in that must not be read."""
-    return leaf if is_data(leaf) or isinstance(leaf, _NO_DATA) else UnreadLeaf(path, type(leaf))
 
 
 def ragged_part(value: Any, depth: int = 0) -> str | None:

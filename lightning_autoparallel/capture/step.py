@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.batch import BatchLayout
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
-from lightning_autoparallel.capture.leaves import UnreadLeaf, unread_error
+from lightning_autoparallel.capture.leaf_stand_ins import stand_in_for_leaf
 from lightning_autoparallel.capture.module_calls import own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import record_sources, user_line_of
+from lightning_autoparallel.capture.stand_ins import without_stand_ins
+from lightning_autoparallel.capture.state import StepState
+from lightning_autoparallel.capture.watch import MOST_FED, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
@@ -34,7 +38,9 @@ from lightning_autoparallel.torch_compat.tracing import (
     fake_tracing,
     pretend_compiling,
 )
-from lightning_autoparallel.torch_compat.tree import tree_flatten
+from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
+
+NUMBERS = "the step's numbers"  # the name of the graph's input for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,7 @@ class StepRequest:
     ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
     With ``repeat_blocks`` one of several equal submodules is traced for all of them, where nothing tells them apart.
     ``local`` is a module call on one rank's rows: shapes stay as they are, and leaves may require gradients.
+    ``state`` is told what the step's Python reads and writes, and is what real steps ask.
     """
 
     name: str
@@ -82,6 +89,7 @@ class StepRequest:
     edges: tuple[tuple[str, str], ...] = ()
     repeat_blocks: bool = True
     local: bool = False
+    state: StepState | None = None
     notice: Callable[[str], None] = field(default=lambda message: None)
 
 
@@ -91,31 +99,48 @@ class _Step(nn.Module):
     def __init__(self, request: StepRequest) -> None:
         super().__init__()
         self._request = [request]  # in a list: the user's module must not become a submodule of this one
+        self.state = request.state or StepState(request.module)
         self._names = [*request.parameters, *request.buffers]
         self.output_spec: Any = None
         self.static_outputs: dict[int, Any] = {}
         self.results = 0
         self.shapes: list[tuple[int, ...]] = []
-        self.changes: list[str] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
         state = dict(zip(self._names, tensors, strict=False))
-        batch = tensors[len(self._names) :]
-        leaves = _merge(request.static_leaves, batch)
-        self.changes.clear()
-        with undone_afterwards(request.module, self.changes), request.effects.recording():
-            runner = _Runner(request.module, request.run, {name: state[name] for name in request.buffers})
+        given = list(tensors[len(self._names) :])
+        if self.state.needs_vector:
+            self.state.watcher.vector = given.pop()
+        leaves = _merge(self._static_leaves(request), tuple(given))
+        with self._undone(request), request.effects.recording():
+            buffers = {name: state[name] for name in request.buffers}
+            runner = _Runner(request.module, request.run, buffers, self.state)
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
-        return self._flatten(output, request, tensors[: len(self._names)], batch)
+            self.state.writes.collect()
+            self.state.check_counting()
+            return self._flatten(output, request, tensors[: len(self._names)], tuple(given))
+
+    @contextlib.contextmanager
+    def _undone(self, request: StepRequest) -> Iterator[None]:
+        try:
+            with undone_afterwards(request.module):
+                yield
+        finally:
+            self.state.reads.undo_writes()
+
+    def _static_leaves(self, request: StepRequest) -> dict[int, Any]:
+        if request.local:
+            return dict(request.static_leaves)  # their values tell variants apart
+        paths = [leaf.path for leaf in request.layout.leaves]
+        return {
+            i: stand_in_for_leaf(self.state.watcher, i, paths[i], leaf) for i, leaf in request.static_leaves.items()
+        }
 
     def _flatten(
         self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
     ) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
-        for leaf in leaves:
-            if type(leaf) is UnreadLeaf:
-                raise unread_error(leaf)
         self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if request.local:
@@ -126,6 +151,7 @@ class _Step(nn.Module):
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
         self.results = len(tensors)
         tensors += [tensor.detach() for tensor in request.effects.tensors()]
+        tensors += self.state.writes.tensors
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         return tensors
 
@@ -140,13 +166,20 @@ class _Step(nn.Module):
 class _Runner(nn.Module):
     """Runs the step inside ``functional_call`` and turns a reassigned buffer into a change in place."""
 
-    def __init__(self, module: nn.Module, run: Callable[[list[Any]], Any], buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[[list[Any]], Any],
+        buffers: Mapping[str, Tensor],
+        state: StepState,
+    ) -> None:
         super().__init__()
         self.module = module
-        self._run, self._given = run, buffers
+        self._run, self._given, self._state = run, buffers, state
 
     def forward(self, leaves: list[Any]) -> Any:
-        output = self._run(leaves)
+        with self._state.running():
+            output = tree_map(without_stand_ins, self._run(leaves))
         for name, now in self.module.named_buffers():
             given = self._given.get(name)
             if given is not None and now is not given:
@@ -167,8 +200,24 @@ def capture_step(request: StepRequest) -> CapturedGraph:
         CaptureError: the step reads a tensor's value, makes a shape that depends on values, or has no loss; the message
             names the user's line.
     """
+    state = request.state or StepState(request.module)
+    request = dataclasses.replace(request, state=state)
     with collection_paused():
-        return _capture(request)
+        while True:
+            try:
+                return _capture(request)
+            except StartOver as reason:
+                state.start_over(reason.places if isinstance(reason, NeedsNumbers) else frozenset())
+                if isinstance(reason, NeedsVector):
+                    request = _with_vector(request)
+
+
+def _with_vector(request: StepRequest) -> StepRequest:
+    """The request with one more leaf, for numbers that enter the graph."""
+    assert request.state is not None and not request.state.needs_vector, "a part of the step that torch runs again"
+    request.state.needs_vector = True
+    leaf = BatchLeaf(path=NUMBERS, shape=(MOST_FED,), dtype=torch.float64, batched=False)
+    return dataclasses.replace(request, layout=BatchLayout(leaves=(*request.layout.leaves, leaf)))
 
 
 def _capture(request: StepRequest) -> CapturedGraph:
@@ -177,10 +226,9 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if export is None:
         export = _export(request, step, False)
     assert export is not None
-    for change in dict.fromkeys(step.changes):
-        request.notice(f"{request.name} {change}: this runs at capture only, real steps replay the graph")
     batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
+    step.state.finish(tuple(constants.values()))
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
@@ -198,11 +246,11 @@ def _capture(request: StepRequest) -> CapturedGraph:
 def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExport | None:
     """The joint graph; None if blocks that looked alike have backwards that are not."""
     groups = repeated_blocks(request.module, request.parameters, request.edges) if repeat_blocks else []
-    blocks = RepeatedBlocks(request.module, groups, request.effects.count)
+    blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.watcher.uses)
     decompositions = planning_decompositions()
-    with fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
+    with step.state.watching(), fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
         arguments = _fake_arguments(request)  # outside of what notices constants: they are none
-        stack.enter_context(_step_contexts(request))
+        stack.enter_context(_step_contexts(request, step.state))
         if groups:
             blocks.make_templates(lambda: step(*arguments), decompositions)
         try:
@@ -215,9 +263,9 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
 
 
 @contextlib.contextmanager
-def _step_contexts(request: StepRequest) -> Iterator[None]:
+def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
     with (
-        record_sources(request.module),
+        record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
@@ -266,9 +314,9 @@ def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
     lengths = {leaf.global_shape(request.batch_shards)[0] for leaf in request.layout.tensors if leaf.batched}
 
     def shapes(times: int) -> Shapes:
-        with fake_tracing(), contextlib.ExitStack() as stack:
+        with step.state.watching(), fake_tracing(), contextlib.ExitStack() as stack:
             arguments = _fake_arguments(request, times)
-            stack.enter_context(_step_contexts(request))
+            stack.enter_context(_step_contexts(request, step.state))
             step(*arguments)
         return step.shapes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from lightning_autoparallel.capture import (
     BatchLayout,
     StepEffects,
     StepRequest,
+    StepState,
     TensorSpec,
     Watcher,
     check_edges,
@@ -31,8 +33,9 @@ from lightning_autoparallel.capture import (
     describe_batch,
     describe_call,
     flatten_batch,
+    leaf_counters,
+    made_again,
     ragged_part,
-    readable,
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
@@ -77,7 +80,8 @@ class StepCall:
 class StepResult:
     """What one real step gave: its result, and the tensors that its recorded effects replay with.
 
-    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows.
+    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
+    counters and other numbers that the step found.
     """
 
     output: Any
@@ -85,17 +89,24 @@ class StepResult:
     effect_tensors: tuple[Tensor, ...]
     effect_whole: tuple[bool, ...]
     step: CompiledStep
+    numbers: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Variant:
     step: CompiledStep
-    watcher: Watcher
+    state: StepState
     effects: StepEffects
     layouts: tuple[ParameterLayout | None, ...]
 
-    def holds(self, counters: Mapping[str, int]) -> bool:
-        return all(guard.holds(counters) for guard in self.watcher.guards)
+    def holds(self, counters: Mapping[str, Any]) -> bool:
+        return self.state.holds(self.state.values(counters))
+
+    def at_this_step(self) -> CompiledStep:
+        """The step with the constants that Python finds now."""
+        if not self.state.feeds:
+            return self.step
+        return dataclasses.replace(self.step, constants=self.state.constants(self.step.constants))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +129,11 @@ class ReadyStep:
     _call: StepCall
     _variant: _Variant
     _leaves: Sequence[tuple[str, Any]]
+    _counters: Mapping[str, int]
 
     def run(self, around: Around = contextlib.nullcontext) -> StepResult:
         """Run it inside ``around()``; every rank calls it alike."""
-        return self._engine._run(self._call, self._variant, self._leaves, around)
+        return self._engine._run(self._call, self._variant, self._leaves, self._counters, around)
 
 
 @dataclass
@@ -139,6 +151,7 @@ class StepEngine:
     replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
     def random_state(self) -> dict[str, int]:
@@ -180,7 +193,7 @@ class StepEngine:
         """
         layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
         known = self._variants.get((call.name, layout, state), [])
-        index = next((i for i, variant in enumerate(known) if variant.holds({})), None)
+        index = next((i for i, variant in enumerate(known) if variant.holds(_static(leaves))), None)
         if index is None:
             self._check_agreement(call, layout, [], -1, state)
             return None
@@ -214,15 +227,27 @@ class StepEngine:
         """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
         call, layout = self._described(call, batch, leaves)
-        return ReadyStep(self, call, self._variant(call, layout, leaves, rebuild, counters), leaves)
+        return ReadyStep(self, call, self._variant(call, layout, leaves, rebuild, counters), leaves, counters)
 
-    def _run(self, call: StepCall, variant: _Variant, leaves: Sequence[tuple[str, Any]], around: Around) -> StepResult:
+    def _run(
+        self,
+        call: StepCall,
+        variant: _Variant,
+        leaves: Sequence[tuple[str, Any]],
+        counters: Mapping[str, int],
+        around: Around,
+    ) -> StepResult:
+        state = variant.state
+        numbers, found = state.values({**counters, **_static(leaves)}), state.writes.prepare()
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         parameters, buffers = self._state_at(call, variant.step)
-        given = [tensor.contiguous() for tensor in tensors] if call.local else tensors
+        inputs = [*parameters, *buffers.values(), *(t.contiguous() if call.local else t for t in tensors)]
+        if state.needs_vector:
+            fed = state.watcher.numbers(numbers)
+            inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
         with self.seeded(variant.step), around():
-            results = run_step(variant.step, [*parameters, *buffers.values(), *given], variant.layouts)
-        return self._distribute(variant, results, buffers, tensors)
+            results = run_step(variant.at_this_step(), inputs, variant.layouts)
+        return self._distribute(variant, results, buffers, numbers, found, tensors)
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
         if not call.local:
@@ -241,17 +266,26 @@ class StepEngine:
         return list(self.module.parameters()), dict(self.module.named_buffers())
 
     def _distribute(
-        self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
+        self,
+        variant: _Variant,
+        results: list[Tensor],
+        buffers: Mapping[str, Tensor],
+        numbers: Mapping[str, Any],
+        found: Mapping[int, Any],
+        batch: Sequence[Tensor],
     ) -> StepResult:
-        captured = variant.step.captured
+        captured, writes = variant.step.captured, variant.state.writes
         outputs, effects = take_apart(captured, results, buffers)
-        statics = passed_on(captured.static_outputs, batch)
+        logged = len(effects) - len(writes.tensors)
+        writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found)
+        statics = {i: made_again(leaf, numbers) for i, leaf in passed_on(captured.static_outputs, batch).items()}
         return StepResult(
             output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
             effects=variant.effects,
-            effect_tensors=tuple(effects),
-            effect_whole=_whole_effects(variant.step),
+            effect_tensors=tuple(effects[:logged]),
+            effect_whole=_whole_effects(variant.step)[:logged],
             step=variant.step,
+            numbers=numbers,
         )
 
     def _variant(
@@ -265,7 +299,8 @@ class StepEngine:
         state = call_state(self._owner(call), call.training, self.device) if call.local else self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
-        index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
+        found = {**counters, **_static(leaves)}
+        index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
             self._check_shared_rows(call, layout, leaves)
@@ -291,6 +326,7 @@ class StepEngine:
             return
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
+        values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
         check_same_step(
             self.context.control,
             StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
@@ -319,11 +355,11 @@ class StepEngine:
     ) -> _Variant:
         self._count_capture(call, layout, known)
         self._check_batch(call, leaves, rebuild)
-        watcher = Watcher(counters)
+        watcher = Watcher({**counters, **_static(leaves)})
+        state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
-            watcher.start()
             return call.run(rebuild(values), watcher)
 
         parameters, buffers = named_state(self.module, call.path)
@@ -334,13 +370,14 @@ class StepEngine:
             parameters={name: TensorSpec.of(parameter) for name, parameter in parameters.items()},
             buffers={name: TensorSpec.of(buffer) for name, buffer in buffers.items()},
             layout=layout,
-            static_leaves={i: readable(*leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf[1], Tensor)},
+            static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
             batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
             local=call.local,
             device=self.device,
             effects=effects,
             training=call.training,
             loss_leaf=call.loss_leaf,
+            state=state,
             notice=self.context.warn,
             edges=self._edges(),
         )
@@ -351,10 +388,10 @@ class StepEngine:
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         self.reports[call.name] = step.report
-        others = (None,) * (len(request.buffers) + len(layout.tensors))
+        others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
         return _Variant(
-            step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
+            step=step, state=state, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
 
     def _check_batch(
@@ -392,14 +429,18 @@ class StepEngine:
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
     def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
+        differences = known[-1].state.differences() if known else []
+        numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
+        self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
         count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
         limit = self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
+                reason = f"{reason}: {differences[0]}" if differences else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return
-        guards = [guard for variant in known for guard in variant.watcher.guards]
+        guards = [guard for variant in known for guard in variant.state.watcher.guards]
         if guards:
             raise CaptureError(
                 f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
@@ -423,6 +464,11 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Leaves that are no tensors, by the names that the captured step knows them by."""
+    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
 
 
 def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.capture import Watcher, made_again
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
@@ -115,7 +115,7 @@ class LightningEffects:
                 return values[leaf.index]
             if isinstance(leaf, _MetricValue):
                 return results[object.__getattribute__(leaf, "index")]
-            return leaf._evaluate(counters) if isinstance(leaf, Watched) else leaf
+            return made_again(leaf, counters)
 
         for call in self._calls:
             with self._around(call, whole):

@@ -115,7 +115,7 @@ class LightningSteps:
         self.modes[name] = "step"
         effects = result.effects
         assert isinstance(effects, LightningEffects)
-        effects.replay(result.effect_tensors, result.effect_whole, counters)
+        effects.replay(result.effect_tensors, result.effect_whole, result.numbers)
         return result.output
 
     def _climb_down(self, name: str, error: Exception) -> None:
