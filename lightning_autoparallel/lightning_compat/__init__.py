@@ -6,7 +6,15 @@ public name here. The command line is in ``lightning_compat.cli``.
 
 from typing import TYPE_CHECKING
 
-from lightning_autoparallel.lightning_compat.flavour import FLAVOUR, UNIFIED, check_flavour, refuse_other_flavour
+from lightning_autoparallel.lightning_compat.flavour import (
+    A_TRAINER,
+    FLAVOUR,
+    OTHER_FLAVOUR,
+    UNIFIED,
+    check_flavour,
+    mixed_flavours,
+    refuse_other_flavour,
+)
 
 if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning import __version__ as LIGHTNING_VERSION
@@ -64,8 +72,10 @@ init_process_group = distributed._init_dist_connection
 sync_if_available = distributed._sync_ddp_if_available
 
 __all__ = [
+    "A_TRAINER",
     "FLAVOUR",
     "LIGHTNING_VERSION",
+    "OTHER_FLAVOUR",
     "Callback",
     "ClusterEnvironment",
     "DDPStrategy",
@@ -91,6 +101,7 @@ __all__ = [
     "distributed_is_initialized",
     "init_process_group",
     "is_param_in_hook_signature",
+    "mixed_flavours",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",

@@ -11,6 +11,7 @@ from typing import NoReturn
 from lightning_autoparallel.errors import ConfigError
 
 UNIFIED, STANDALONE = "lightning.pytorch", "pytorch_lightning"
+A_TRAINER = "this Trainer"
 
 
 def choose(imported: Container[str], is_installed: Callable[[str], bool]) -> str:
@@ -32,22 +33,28 @@ FLAVOUR = choose(sys.modules, _is_installed)
 OTHER_FLAVOUR = STANDALONE if FLAVOUR == UNIFIED else UNIFIED
 
 
-def check_flavour(thing: object) -> None:
-    """Refuse a module, or what a Trainer hands over, that is of the other flavour.
+def check_flavour(thing: object, called: str | None = None) -> None:
+    """Refuse a module, or what a Trainer hands over, that is of the other flavour; ``called`` so, or by its class.
 
     Raises:
         ConfigError: it is.
     """
-    if any(_belongs(base, OTHER_FLAVOUR) for base in type(thing).__mro__):
-        raise ConfigError(mixed_flavours(f"{type(thing).__name__} is of {OTHER_FLAVOUR}"))
+    sentence = mixed_flavours(type(thing), called)
+    if sentence is not None:
+        raise ConfigError(sentence)
 
 
-def mixed_flavours(what: str) -> str:
-    """The sentence for who mixes both; it opens with ``what`` is of the other one."""
-    order = "" if FLAVOUR == STANDALONE else " and import it before lightning_autoparallel"
+def mixed_flavours(kind: type, called: str | None = None) -> str | None:
+    """The sentence for who brings a ``kind`` of the other flavour; None where it is not."""
+    is_other = any(f"{base.__module__}.".startswith(f"{OTHER_FLAVOUR}.") for base in kind.__mro__)
+    return _mixed(called or kind.__name__) if is_other else None
+
+
+def _mixed(what: str) -> str:
     return (
-        f"{what}, but lightning_autoparallel was imported with {FLAVOUR}, and the two cannot be mixed: import Trainer, "
-        f"LightningModule and callbacks from {FLAVOUR}, or {OTHER_FLAVOUR} alone{order}"
+        f"{what} is of {OTHER_FLAVOUR}, but lightning_autoparallel was imported with {FLAVOUR}, and the two cannot be "
+        f"mixed: import Trainer, LightningModule and callbacks from {FLAVOUR}, or from {OTHER_FLAVOUR} alone, before "
+        "lightning_autoparallel"
     )
 
 
@@ -66,8 +73,4 @@ def refuse_other_flavour(name: str, strategy: type) -> None:
 
 
 def _refuse() -> NoReturn:
-    raise ConfigError(mixed_flavours(f"this Trainer is of {OTHER_FLAVOUR}"))
-
-
-def _belongs(kind: type, flavour: str) -> bool:
-    return f"{kind.__module__}.".startswith(f"{flavour}.")
+    raise ConfigError(_mixed(A_TRAINER))

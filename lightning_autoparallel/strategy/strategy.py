@@ -19,6 +19,7 @@ from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import ConfigError, StepFailedError
 from lightning_autoparallel.lightning_compat import (
+    A_TRAINER,
     LightningModule,
     Precision,
     Trainer,
@@ -144,7 +145,7 @@ class AutoParallelStrategy(SavingStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         # the first that a Trainer hands over
-        check_flavour(plugin)
+        check_flavour(plugin, A_TRAINER)
         self._precision_plugin = None if plugin is None else supported_precision(plugin)
 
     @property
