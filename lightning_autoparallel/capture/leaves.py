@@ -77,7 +77,11 @@ def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
         return list(value._fields), list(value), lambda items: type(value)(*items)
     if isinstance(value, (list, tuple)):
         return list(range(len(value))), list(value), type(value)
-    if dataclasses.is_dataclass(value) and all(field.init for field in dataclasses.fields(value)):
+    if (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and all(field.init for field in dataclasses.fields(value))
+    ):
         names = [field.name for field in dataclasses.fields(value)]
         return (
             names,
@@ -145,8 +149,8 @@ class UnreadLeaf:
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_kind", kind)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]  # branches on the kind are those of the real leaf
+    @property  # type: ignore[misc]  # branches on the kind are those of the real leaf
+    def __class__(self) -> type:  # type: ignore[override]
         return object.__getattribute__(self, "_kind")  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,8 @@ from lightning_autoparallel.capture.sources import record_sources, user_line_of
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
+from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
+from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
@@ -206,14 +208,22 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
 
 @contextlib.contextmanager
 def _step_contexts(request: StepRequest) -> Iterator[None]:
+    unchecked: list[type] = []
     with (
         record_sources(request.module),
         marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
+        unchecked_distributions(unchecked),
+        whole_lists_of_constants(),
         torch.set_grad_enabled(request.training),
     ):
         yield
+    if unchecked:
+        request.notice(
+            f"{request.name} makes a {unchecked[0].__name__}, whose arguments are not checked at real steps: torch "
+            "reads their values for that (validate_args=False says that you want none of it)"
+        )
 
 
 @contextlib.contextmanager
@@ -309,8 +319,8 @@ def _outputs(
         if kind == "output":
             is_result = position < step.results
             name = str(position if is_result else position - step.results)
-            kind: OutputKind = "output" if is_result else "log"
-            outputs.append(GraphOutput(kind=kind, name=name, batch_dim=batch_dims[position]))
+            made: OutputKind = "output" if is_result else "log"
+            outputs.append(GraphOutput(kind=made, name=name, batch_dim=batch_dims[position]))
         elif kind == "mutation":
             outputs.append(GraphOutput(kind="buffer", name=by_position[position].name))
         else:
