@@ -19,7 +19,7 @@ from lightning_autoparallel.capture.leaves import UnreadLeaf, unread_error
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
-from lightning_autoparallel.capture.sources import record_sources, user_line_of
+from lightning_autoparallel.capture.sources import Place, place_of, record_sources
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
@@ -242,17 +242,29 @@ def _explained(request: StepRequest) -> Iterator[None]:
 
 
 def _data_dependent(cause: BaseException, error: BaseException) -> str:
-    source, text = user_line_of(cause)
-    if source == "?":
-        source, text = user_line_of(error)
+    place = place_of(cause) or place_of(error)
+    source, text = ("?", "") if place is None else (place.source, place.text)
     operator = str(getattr(cause, "func", ""))
     if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
+        remedy = "use torch.where or a mask, which keep the shape"
         return (
-            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); "
-            "use torch.where or a mask, which keep the shape"
+            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); {_remedy(place, remedy)}"
         )
     shown = ".item()" if ".item()" in text else text
-    return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
+    return f"{source} reads a tensor's value ({shown}); {_remedy(place, 'use torch.where or log the tensor')}"
+
+
+def _remedy(place: Place | None, own: str) -> str:
+    """What helps: ``own`` where the line is the user's to change."""
+    if place is not None and place.in_distributions:
+        return "torch.distributions needs them there, checks apart: draw or compute that outside of the step"
+    if place is None or place.library is None:
+        return own
+    called = "" if place.called_from is None else f", called from {place.called_from}"
+    return (
+        f"the line is in {place.library}{called}: switch it off in {place.library}'s settings if it is a check, "
+        "or call that outside of the step"
+    )
 
 
 def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
