@@ -21,13 +21,15 @@ from lightning_autoparallel.capture.module_calls import own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
-from lightning_autoparallel.capture.sources import record_sources, user_line_of
+from lightning_autoparallel.capture.sources import Place, place_of, record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.watch import MOST_FED, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
+from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
+from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
@@ -264,6 +266,7 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
 
 @contextlib.contextmanager
 def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
+    unchecked: list[type] = []
     with (
         record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
@@ -271,9 +274,16 @@ def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
         pretend_compiling(),
         # Its recurrent layers are one operator that keeps what only it can read; torch's own are matrix products.
         torch.backends.mkldnn.flags(enabled=False),
+        unchecked_distributions(unchecked),
+        whole_lists_of_constants(),
         torch.set_grad_enabled(request.training),
     ):
         yield
+    if unchecked:
+        request.notice(
+            f"{request.name} makes a {unchecked[0].__name__}, whose arguments are not checked at real steps: torch "
+            "reads their values for that (validate_args=False says that you want none of it)"
+        )
 
 
 @contextlib.contextmanager
@@ -294,17 +304,29 @@ def _explained(request: StepRequest) -> Iterator[None]:
 
 
 def _data_dependent(cause: BaseException, error: BaseException) -> str:
-    source, text = user_line_of(cause)
-    if source == "?":
-        source, text = user_line_of(error)
+    place = place_of(cause) or place_of(error)
+    source, text = ("?", "") if place is None else (place.source, place.text)
     operator = str(getattr(cause, "func", ""))
     if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
+        remedy = "use torch.where or a mask, which keep the shape"
         return (
-            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); "
-            "use torch.where or a mask, which keep the shape"
+            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); {_remedy(place, remedy)}"
         )
     shown = ".item()" if ".item()" in text else text
-    return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
+    return f"{source} reads a tensor's value ({shown}); {_remedy(place, 'use torch.where or log the tensor')}"
+
+
+def _remedy(place: Place | None, own: str) -> str:
+    """What helps: ``own`` where the line is the user's to change."""
+    if place is not None and place.in_distributions:
+        return "torch.distributions needs them there, checks apart: draw or compute that outside of the step"
+    if place is None or place.library is None:
+        return own
+    called = "" if place.called_from is None else f", called from {place.called_from}"
+    return (
+        f"the line is in {place.library}{called}: switch it off in {place.library}'s settings if it is a check, "
+        "or call that outside of the step"
+    )
 
 
 def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:

@@ -257,6 +257,7 @@ class record_frames(TorchFunctionMode):
             return value
         self._inside = True
         try:
+            args = self._constants.with_places(func, args)
             with fx_traceback.annotate(self._describe(sys._getframe(1))):
                 result = self._call(func, args, kwargs or {})
         finally:
