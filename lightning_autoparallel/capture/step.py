@@ -15,7 +15,7 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
-from lightning_autoparallel.capture.module_calls import own_results
+from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.sources import record_sources, user_line_of
@@ -165,6 +165,8 @@ def _capture(request: StepRequest) -> CapturedGraph:
     for change in dict.fromkeys(step.changes):
         request.notice(f"{request.name} {change}: this runs at capture only, real steps replay the graph")
     graph_module, constants = normalize_graph(export.graph_module)
+    if request.local:
+        check_constants(request.name, constants.values())
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
@@ -223,7 +225,7 @@ def _explained(request: StepRequest) -> Iterator[None]:
                 raise CaptureError(_data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
         if request.local:
-            raise CaptureError(f"{request.name} cannot be captured: {type(error).__name__}: {error}") from error
+            raise capture_failed(request.name, error) from error
         raise
 
 

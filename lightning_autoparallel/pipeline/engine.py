@@ -33,7 +33,14 @@ from lightning_autoparallel.pipeline.agreement import (
     check_same_rows,
     check_same_step,
 )
-from lightning_autoparallel.pipeline.local_calls import call_state, named_state, passed_on, records_gradients, state_of
+from lightning_autoparallel.pipeline.local_calls import (
+    call_state,
+    named_state,
+    passed_on,
+    records_gradients,
+    runs_again,
+    state_of,
+)
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import plan_axes
@@ -186,8 +193,17 @@ class StepEngine:
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         parameters, buffers = self._state_at(call, variant.step)
         given = [tensor.contiguous() for tensor in tensors] if call.local else tensors
+        inputs = [*parameters, *buffers.values(), *given]
+        again = None
+        if any(leaf.requires_grad for leaf in layout.tensors):
+            statics = _statics(leaves)
+
+            def run(values: list[Tensor]) -> Any:
+                return call.run(rebuild(with_statics(values, statics)), Watcher(counters))
+
+            again = runs_again(self.module, variant.step.captured, run, self.device)
         with self.seeded(variant.step), around():
-            results = run_step(variant.step, [*parameters, *buffers.values(), *given], variant.layouts)
+            results = run_step(variant.step, inputs, variant.layouts, again)
         return self._distribute(variant, results, buffers, tensors)
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
@@ -299,7 +315,7 @@ class StepEngine:
             parameters={name: TensorSpec.of(parameter) for name, parameter in parameters.items()},
             buffers={name: TensorSpec.of(buffer) for name, buffer in buffers.items()},
             layout=layout,
-            static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
+            static_leaves=_statics(leaves),
             batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
             local=call.local,
             device=self.device,
@@ -365,6 +381,10 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _statics(leaves: Sequence[tuple[str, Any]]) -> dict[int, Any]:
+    return {i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)}
 
 
 def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.capture import NoEffects
 from lightning_autoparallel.config import EngineConfig, MeshSpec, PlanSpec
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, LayoutsDiffer
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepCall, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
