@@ -83,13 +83,11 @@ class _StepFunction(torch.autograd.Function):
         if torch.is_grad_enabled() and active_fake_mode() is None:
             axes = _check_again(ctx.step, ctx.again)
             return None, None, None, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
-        expected = _tangent_values(ctx.step)
-        for i, value in zip(ctx.differentiable, expected, strict=True):
+        for i in ctx.differentiable:
             shape, dtype, device = ctx.shapes[i]
             gradient = gradients[i]
-            given = torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            tangents.append(_laid_out_like(value, given))
-        arguments = [*ctx.saved_tensors, *tangents]
+            tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+        arguments = [*ctx.saved_tensors, *_laid_out(ctx.step, tangents)]
         release_saved_tensors(ctx)
         with _autocast_off(arguments):
             produced = _distinct(list(ctx.step.backward(arguments)))
@@ -118,19 +116,21 @@ def _check_again(step: CompiledStep, again: Again | None) -> Sequence[PlanAxis]:
     return step.partitioned.sharded.axes
 
 
-def _laid_out_like(expected: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient`` with the strides that the backward was made for; those that autograd hands over may be others."""
-    if gradient.stride() == expected.stride():
-        return gradient
-    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=gradient.dtype, device=gradient.device)
-    return laid_out.copy_(gradient)
+def _laid_out(step: CompiledStep, tangents: list[Tensor]) -> list[Tensor]:
+    """``tangents`` with the strides that the backward was made for; those that autograd hands over may be others."""
+    if not any(tangent.dim() for tangent in tangents):
+        return tangents
+    backward = step.partitioned.backward
+    assert backward is not None
+    nodes = list(backward.graph.find_nodes(op="placeholder"))[-len(tangents) :]
+    return [_laid_out_like(node.meta["val"], tangent) for node, tangent in zip(nodes, tangents, strict=True)]
 
 
-def _tangent_values(step: CompiledStep) -> list[Tensor]:
-    """The recorded value of every tangent, in order."""
-    nodes = step.partitioned.sharded.graph_module.graph.find_nodes(op="placeholder")
-    inputs = step.partitioned.sharded.inputs
-    return [node.meta["val"] for node, item in zip(nodes, inputs, strict=True) if item.kind == "tangent"]
+def _laid_out_like(expected: Tensor, tangent: Tensor) -> Tensor:
+    if tangent.stride() == expected.stride():
+        return tangent
+    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=tangent.dtype, device=tangent.device)
+    return laid_out.copy_(tangent)
 
 
 def _distinct(results: list[Tensor]) -> list[Tensor]:
