@@ -34,7 +34,7 @@ from lightning_autoparallel.capture import (
     ragged_part,
 )
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError, TooManyCapturesError
 from lightning_autoparallel.pipeline.agreement import (
     StepIdentity,
     check_same_call,
@@ -324,14 +324,18 @@ class StepEngine:
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
-        if guards:
-            raise CaptureError(
+        if guards and len(known) > 1:
+            raise TooManyCapturesError(
                 f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
                 f"of {call.name} were captured; compute it on tensors, or raise max_captures"
             )
-        raise CaptureError(
-            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
-            "shapes, or raise max_captures"
+        if differences:
+            raise TooManyCapturesError(
+                f"{call.name} finds {differences[0]}: it differs at nearly every step, {limit} variants were captured"
+            )
+        raise TooManyCapturesError(
+            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad them to a few "
+            "shapes (pad_to_multiple_of for lengths, drop_last=True for rows), or raise max_captures"
         )
 
     @contextlib.contextmanager
