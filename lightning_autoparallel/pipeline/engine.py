@@ -232,7 +232,14 @@ class StepEngine:
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
         check_same_step(
             self.context.control,
-            StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
+            StepIdentity(
+                name=call.name,
+                batch=str(layout),
+                shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
+                values=values,
+                variant=variant,
+                module_state=repr(state),
+            ),
         )
 
     def _check_shared_rows(self, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
@@ -253,7 +260,7 @@ class StepEngine:
         counters: Mapping[str, int],
         known: list[_Variant],
     ) -> _Variant:
-        self._count_capture(call, layout, known)
+        self._say_capture(call, layout, known)
         self._check_batch(call, leaves, rebuild)
         watcher = Watcher(counters)
         effects = call.effects(watcher)
@@ -279,6 +286,7 @@ class StepEngine:
             edges=self._edges(),
         )
         step = build_step(request, self.context)
+        self._captures[call.name] = self._captures.get(call.name, 0) + 1  # those that failed are none
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors))
         names = list(request.parameters)
@@ -299,7 +307,7 @@ class StepEngine:
                 "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
             )
         # Later kinds of batches may be what is left at an epoch's end.
-        known = self.batch_dims is not None or self._captures[call.name] > 1
+        known = self.batch_dims is not None or call.name in self._captures
         doubt = None if known else check_rows(leaves, call.rows)
         if doubt is not None:
             self.context.warn_once(doubt)
@@ -320,9 +328,9 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
-    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
-        count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
-        limit = self.context.config.max_captures
+    def _say_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
+        """Say that a step is captured again, and why; refuse where ``max_captures`` of it were."""
+        count, limit = self._captures.get(call.name, 0) + 1, self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
