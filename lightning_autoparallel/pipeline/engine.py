@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.apply import (
     ParameterLayout,
     Replacements,
+    check_initialised,
     materialise_module,
     parameter_layouts,
     shard_module,
@@ -127,8 +128,10 @@ class StepEngine:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
 
         Raises:
-            ConfigError: a submodule on meta cannot initialise itself, or a rule does not fit the module.
+            ConfigError: a submodule on meta cannot initialise itself, one is lazy and has no parameters yet, or a rule
+                does not fit the module.
         """
+        check_initialised(self.module)
         plan, mesh = self.context.config.plan, self.context.mesh
         axes = plan_axes(plan, mesh)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}

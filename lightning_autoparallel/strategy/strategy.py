@@ -30,6 +30,7 @@ from lightning_autoparallel.strategy.launch import check_module
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.steps import LightningSteps
+from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 
 
 class AutoParallelStrategy(SavingStrategy):
@@ -260,7 +261,7 @@ class AutoParallelStrategy(SavingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the captured backward; its collectives are counted with those of the forward."""
         assert self._steps is not None
-        with self._steps.counting():
+        with self._steps.counting(), shards_asked_for_nan():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def teardown(self) -> None:
