@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import jobs
-from tests.distributed.jobs import MESH, failure
+from tests.distributed.jobs import MESH, failure, train
 from tests.worlds import Worlds
 
 FILE = Path(__file__).name
@@ -198,3 +198,21 @@ def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
             f"{line_of(DecidesByBatchIndex, 'here')} decides by `int(batch_idx)` differently at nearly every step: 3"
         )
         assert text.startswith(f"CaptureError: {expected} variants of training_step were captured")
+
+
+class NeedsItsStart(Net):
+    """Cannot be captured before ``on_train_start``."""
+
+    strategy: ClassVar = {"max_captures": 1}
+
+    def on_train_start(self):
+        self.factor = torch.tensor(2.0)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.factor
+
+
+def test_a_capture_that_failed_is_none(worlds: Worlds) -> None:
+    outcome, _ = worlds(2).run(train, NeedsItsStart, MESH)
+    assert outcome.said("training_step could not be captured before training (AttributeError") == 1
+    assert outcome.said("captured again") == 0 and len(outcome.losses) == NeedsItsStart.steps
