@@ -6,7 +6,7 @@ from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaves import leaf_counters
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
-from lightning_autoparallel.capture.watch import Guard, Watcher
+from lightning_autoparallel.capture.watch import Guard, Watcher, exact_repeats
 from lightning_autoparallel.capture.writes import made_again
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "capture_step",
     "check_edges",
     "describe_batch",
+    "exact_repeats",
     "flatten_batch",
     "leaf_counters",
     "made_again",

@@ -152,14 +152,13 @@ class StepState:
 
     def finish(self, constants: Sequence[Tensor]) -> None:
         """The step is captured; ``constants`` are what its graph took from outside."""
-        positions = {id(tensor): i for i, tensor in enumerate(constants)}
         guarded = []
         for tensor, place in self.reads.tensors.values():
-            position = positions.get(id(tensor))
-            if place is None or position is None or id(tensor) in self._values_read:
+            positions = [i for i, constant in enumerate(constants) if constant is tensor]
+            if place is None or not positions or id(tensor) in self._values_read:
                 guarded.append((tensor, place))
             else:
-                self.feeds[position] = place
+                self.feeds |= dict.fromkeys(positions, place)
         self._fed_like = {i: constants[i] for i in self.feeds}
         self._guards = StateGuards(self.reads.reads.values(), guarded)
 

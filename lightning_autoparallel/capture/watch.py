@@ -20,6 +20,7 @@ from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 
 Evaluate = Callable[[Mapping[str, Any]], Any]
+MOST_EXACT = 3  # variants that are told apart by a number itself
 MOST_FED = 32  # numbers that one step's graph takes
 
 
@@ -55,6 +56,19 @@ class Guard:
     def holds(self, counters: Mapping[str, Any]) -> bool:
         """Whether the captured branch is the one that these counters take."""
         return bool(self.evaluate(counters) == self.outcome)
+
+
+def exact_repeats(variants: Iterable[Iterable[Guard]]) -> Guard | None:
+    """A guard on a number itself of which three variants have an outcome each: nearly every step has another."""
+    outcomes: dict[tuple[str, str], list[Any]] = {}
+    for guards in variants:
+        for guard in guards:
+            seen = outcomes.setdefault((guard.text, guard.source), [])
+            if guard.exact and guard.outcome not in seen:
+                seen.append(guard.outcome)
+                if len(seen) == MOST_EXACT:
+                    return guard
+    return None
 
 
 class Watcher:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
 from lightning_autoparallel.capture import (
     BatchLayout,
+    Guard,
     StepEffects,
     StepRequest,
     StepState,
@@ -23,6 +24,7 @@ from lightning_autoparallel.capture import (
     Watcher,
     check_edges,
     describe_batch,
+    exact_repeats,
     flatten_batch,
     leaf_counters,
     made_again,
@@ -319,6 +321,9 @@ class StepEngine:
 
     def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
         differences = known[-1].state.differences() if known else []
+        repeated = exact_repeats([variant.state.watcher.guards for variant in known])
+        if repeated is not None:
+            raise CaptureError(_decides(repeated, len(known), call.name))
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
         self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
         count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
@@ -331,10 +336,7 @@ class StepEngine:
             return
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
         if guards:
-            raise CaptureError(
-                f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
-                f"of {call.name} were captured; compute it on tensors, or raise max_captures"
-            )
+            raise CaptureError(_decides(guards[0], limit, call.name))
         raise CaptureError(
             f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
             "shapes, or raise max_captures"
@@ -353,6 +355,13 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _decides(guard: Guard, variants: int, name: str) -> str:
+    return (
+        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} were "
+        "captured; compute it on tensors, or raise max_captures"
+    )
 
 
 def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:

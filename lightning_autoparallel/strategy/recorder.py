@@ -13,11 +13,12 @@ from unittest import mock
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.capture import Watcher, made_again
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
+from lightning_autoparallel.strategy.questions import rank_patches
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 Notice = Callable[[str], None]
@@ -68,10 +69,22 @@ class _Call:
 
 
 class LightningEffects:
-    """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them."""
+    """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them.
 
-    def __init__(self, module: LightningModule, watcher: Watcher, notice: Notice, scopes: MetricScopes) -> None:
+    With ``strict_effects`` a step that prints, or writes to a logger by itself, is refused; else that happens at
+    capture only, and is said.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        watcher: Watcher,
+        notice: Notice,
+        scopes: MetricScopes,
+        strict_effects: bool = True,
+    ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
+        self._strict = strict_effects
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -89,7 +102,7 @@ class LightningEffects:
         """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""
         self._calls, self._tensors, self._metric_values = [], [], 0
         with contextlib.ExitStack() as stack:
-            for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches()):
+            for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches(), *rank_patches()):
                 stack.enter_context(patch)
             for metric in outermost_metrics(self._module):
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
@@ -191,16 +204,21 @@ class LightningEffects:
         real_print = builtins.print
 
         def noticed_print(*args: Any, **kwargs: Any) -> None:
-            self._notice(f"print() in {user_line()} runs at capture only: log the value instead")
+            self._only_at_capture(f"print() in {user_line()} runs at capture only: log the value instead")
             real_print(*args, **kwargs)
 
-        logger = property(lambda _: _CaptureOnlyLogger("self.logger", self._notice))
-        loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._notice)])
+        logger = property(lambda _: _CaptureOnlyLogger("self.logger", self._only_at_capture))
+        loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._only_at_capture)])
         return [
             mock.patch.object(builtins, "print", noticed_print),
             mock.patch.object(LightningModule, "logger", logger),
             mock.patch.object(LightningModule, "loggers", loggers),
         ]
+
+    def _only_at_capture(self, message: str) -> None:
+        if self._strict:
+            raise CaptureError(message)
+        self._notice(message)
 
     def _metric_recorders(self, metric: nn.Module) -> dict[str, Callable[..., Any]]:
         real: dict[str, Callable[..., Any]] = {
