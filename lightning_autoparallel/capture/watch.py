@@ -32,6 +32,14 @@ class NeedsVector(StartOver):
     """The step computes with a number and a tensor: its graph needs an input for numbers."""
 
 
+class NeedsClones(StartOver):
+    """The step changes tensors of the batch in place, at these positions."""
+
+    def __init__(self, positions: frozenset[int]) -> None:
+        super().__init__()
+        self.positions = positions
+
+
 class NeedsNumbers(StartOver):
     """The step reads and writes numbers, of which each step finds another: they are ``places``, by identity."""
 
@@ -86,6 +94,12 @@ class Watcher:
         self.fed: dict[str, Watched] = {}
         self.vector: Tensor | None = None
         self.uses = 0
+        self.refusal: CaptureError | None = None
+
+    def refuse(self, message: str) -> CaptureError:
+        """The error to raise; it is raised again after the run, should the step hold it."""
+        self.refusal = self.refusal or CaptureError(message)
+        return self.refusal
 
     def value(self, name: str) -> Watched:
         """The stand-in for one counter."""

@@ -191,7 +191,7 @@ class StepEngine:
             inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
         with self.seeded(variant.step), around():
             results = run_step(variant.at_this_step(), inputs, variant.layouts)
-        return self._distribute(variant, results, buffers, numbers, found)
+        return self._distribute(variant, results, buffers, numbers, lambda given: state.writes.replay(given, numbers, found, tensors))
 
     def _distribute(
         self,
@@ -199,12 +199,12 @@ class StepEngine:
         results: list[Tensor],
         buffers: Mapping[str, Tensor],
         numbers: Mapping[str, Any],
-        found: Mapping[int, Any],
+        replay: Callable[[list[Tensor]], None],
     ) -> StepResult:
         captured, writes = variant.step.captured, variant.state.writes
         outputs, effects = take_apart(captured, results, buffers)
         logged = len(effects) - len(writes.tensors)
-        writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found)
+        replay([tensor.detach() for tensor in effects[logged:]])
         statics = {i: made_again(leaf, numbers) for i, leaf in captured.static_outputs.items()}
         return StepResult(
             output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
@@ -320,12 +320,16 @@ class StepEngine:
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
     def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
-        differences = known[-1].state.differences() if known else []
+        differences = sorted((found for variant in reversed(known) for found in variant.state.differences()), key=lambda found: not found.is_number)
         repeated = exact_repeats([variant.state.watcher.guards for variant in known])
         if repeated is not None:
             raise CaptureError(_decides(repeated, len(known), call.name))
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
-        self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
+        fed = self._numbers.get(call.name, frozenset())
+        self._numbers[call.name] = fed | numbers
+        if numbers - fed and call.name in self._captures:
+            self.context.warn(f"{call.name} is captured again: {differences[0]}; from now on an input of its graph")
+            return
         count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
         limit = self.context.config.max_captures
         if count <= limit:
