@@ -93,7 +93,7 @@ class Frozen:
         if not self.content:
             return None if type(now) is self.kind else ((), self.kind.__name__, now)
         if self.array is not None:
-            same = type(now) is self.kind and now.dtype == self.array.dtype and np.array_equal(now, self.array)
+            same = isinstance(now, np.ndarray) and type(now) is self.kind and _equal_arrays(now, self.array)
             return None if same else ((), "another array", now)
         if self.parts is None:
             return None if equal(self.value, now) else ((), self.value, now)
@@ -179,3 +179,7 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value) if is_plain(value) else f"{type(value).__name__}"
     return text if len(text) < 60 else text[:57] + "..."
+
+
+def _equal_arrays(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)

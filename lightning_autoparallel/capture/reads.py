@@ -109,10 +109,10 @@ class StateReads:
         """Give containers that a run changed in place their content again; the text of the first one."""
         found = None
         for read in self.reads.values():
-            if read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset):
-                if read.frozen.difference(read.frozen.value) is not None:
-                    found = found or read.place.text
-                    read.frozen.restore()
+            is_container = read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset)
+            if is_container and read.frozen.difference(read.frozen.value) is not None:
+                found = found or read.place.text
+                read.frozen.restore()
         return found
 
     def writes(self) -> int:

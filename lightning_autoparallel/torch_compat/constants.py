@@ -139,15 +139,14 @@ class KnownConstants:
         return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
 
 
-<<<<<<< HEAD
 def _selects(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype is torch.bool
-=======
+
+
 def _all_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no argument stands for a value of another step: such ones have a torch function of their own."""
     leaves = tree_flatten((args, kwargs))[0]
     return not any(hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor) for leaf in leaves)
->>>>>>> reads
 
 
 def _value(tensor: Any) -> Tensor | None:
