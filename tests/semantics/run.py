@@ -50,7 +50,7 @@ class Outcome:
 class MemoryLogger(Logger):
     """Keeps what is logged, on every rank; itself what steps call as `experiment`."""
 
-    name, version, log_dir, save_dir = "memory", 0, "memory/0", None
+    name, version, save_dir = "memory", 0, "memory/0"
 
     def __init__(self) -> None:
         super().__init__()
