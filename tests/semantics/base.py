@@ -32,9 +32,9 @@ class Case(LightningModule):
         validates: validates at the end of each epoch; predicts: predicts once after training.
         uncompared: names of logged values and attributes that `check` judges instead.
         tolerance: relative, of everything compared; None for the runner's.
-        plain_only: what is compared is too slow or odd for two ranks.
+        rows_elsewhere: predictions may be this rank's part by another dim, which only DDP shows.
         pair: in the default tier on two ranks too.
-        slow: in the matrix only.
+        slow: in the matrix only; alone: on one rank only, because DDP cannot train it.
         prints: compare what was printed; warns: a text, compare how many warnings have it.
     """
 
@@ -46,9 +46,10 @@ class Case(LightningModule):
     uncompared: ClassVar[tuple[str, ...]] = ()
     validates = False
     predicts = False
+    rows_elsewhere = False
     tolerance: ClassVar[float | None] = None
     pair = False
-    slow = False
+    slow = alone = False
     prints = False
     warns: ClassVar[str | None] = None
     epochs = 2

@@ -86,7 +86,9 @@ def differences(
     yield from compare("results", got.results, train.results)
     yield from compare("kept", _without(kind, got.kept), _without(kind, train.kept))
     yield from compare("validated", got.validated, validation.validated)
-    yield from compare("predicted", got.predicted, predict.predicted)
+    predicted = [list(compare("predicted", got.predicted, side.predicted)) for side in (predict, sides["forward"])]
+    if predicted[0] and not (kind.rows_elsewhere and not predicted[1]):
+        yield from predicted[0]
     for is_validation, side in ((False, train), (True, validation)):
         mine, other = (_of_step(_without(kind, rows.logged), is_validation) for rows in (got, side))
         yield from compare("logged", mine, other)
