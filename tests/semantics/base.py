@@ -35,6 +35,8 @@ class Case(LightningModule):
         rows_elsewhere: predictions may be this rank's part by another dim, which only DDP shows.
         pair: in the default tier on two ranks too.
         slow: in the matrix only; alone: on one rank only, because DDP cannot train it.
+        leaves_unused: whether DDP looks for parameters that a step leaves out.
+        skips: results of None may come out as a loss, because Lightning takes no None on several ranks.
         prints: compare what was printed; warns: a text, compare how many warnings have it.
     """
 
@@ -50,7 +52,8 @@ class Case(LightningModule):
     tolerance: ClassVar[float | None] = None
     pair = False
     slow = alone = False
-    prints = False
+    prints = skips = False
+    leaves_unused = True
     warns: ClassVar[str | None] = None
     epochs = 2
     steps = 3

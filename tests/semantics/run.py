@@ -87,6 +87,20 @@ class Watch(Callback):
         self.outcome.validated.append(portable(outputs))
 
 
+class SkippingDDP(DDPStrategy):
+    """DDP where all ranks may return None from a step alike, which the loop refuses by asking for the world's size."""
+
+    _is_asked = False
+
+    def post_training_step(self) -> None:
+        self._is_asked = True
+
+    @property
+    def world_size(self) -> int:
+        asked, self._is_asked = self._is_asked, False
+        return 1 if asked else super().world_size
+
+
 def state_of(module: Case) -> dict[str, Any]:
     """The attributes that the case keeps, as they are now."""
     state = {}
@@ -103,7 +117,7 @@ def strategy_for(kind: type[Case], how: str) -> Any:
     if how == PLAIN:
         return None
     if how == DDP:
-        return DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
+        return SkippingDDP(find_unused_parameters=kind.leaves_unused, process_group_backend="gloo")
     known = "capture" in inspect.signature(AutoParallelStrategy).parameters
     capture = {"capture": how} if known else {}
     return AutoParallelStrategy(mesh={"dp_shard": -1}, **{"compile": False, **capture, **kind.strategy_options})

@@ -212,6 +212,8 @@ class Checkpointed(Case):
 class CheckpointedReentrant(Case):
     """The older kind, which wants an input with a gradient."""
 
+    leaves_unused = False
+
     def training_step(self, batch, batch_idx):
         x, y = batch
         x.requires_grad_()

@@ -198,7 +198,7 @@ class GradientsByHand(_Manual):
 class SkipsByNone(Case):
     """A batch that all ranks skip."""
 
-    pair, steps = True, 4
+    pair, steps, skips = True, 4, True
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
@@ -210,6 +210,8 @@ class SkipsByNone(Case):
 
 class SkipsFirst(Case):
     """The very first batch, so that a look-ahead sees no loss."""
+
+    skips = True
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

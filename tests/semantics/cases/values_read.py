@@ -52,7 +52,7 @@ class AssertsFinite(Case):
 class NanGuard(Case):
     """A batch with a NaN is left out; all ranks have one there."""
 
-    pair, steps = True, 4
+    pair, steps, skips = True, 4, True
 
     def collate(self, x, y, index):
         if index == 2:
