@@ -33,8 +33,8 @@ class Case(LightningModule):
         uncompared: names of logged values and attributes that `check` judges instead.
         tolerance: relative, of everything compared; None for the runner's.
         rows_elsewhere: predictions may be this rank's part by another dim, which only DDP shows.
-        pair: in the default tier on two ranks too.
-        slow: in the matrix only; alone: on one rank only, because DDP cannot train it.
+        quick: in the default tier on one rank; pair: on two ranks, too.
+        alone: on one rank only, because DDP cannot train it.
         leaves_unused: whether DDP looks for parameters that a step leaves out.
         skips: results of None may come out as a loss, because Lightning takes no None on several ranks.
         prints: compare what was printed; warns: a text, compare how many warnings have it.
@@ -50,8 +50,8 @@ class Case(LightningModule):
     predicts = False
     rows_elsewhere = False
     tolerance: ClassVar[float | None] = None
-    pair = False
-    slow = alone = False
+    quick = pair = False
+    alone = False
     prints = skips = False
     leaves_unused = True
     warns: ClassVar[str | None] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,11 @@ LINE = re.compile(r"\w+\.py:\d+")
 
 
 def judge(
-    kind: type[Case], how: str, outcomes: list[Outcome], plain: Outcome, ddp: list[Outcome] | None = None
+    kind: type[Case],
+    how: str,
+    outcomes: list[Outcome],
+    plain: Outcome,
+    ddp: Callable[[], list[Outcome]] | None = None,
 ) -> None:
     """Asserts that each rank's outcome is the right one; `ddp` is left out on one rank, where it is the plain one."""
     if any(outcome.error for outcome in outcomes):
@@ -30,17 +34,28 @@ def judge(
         assert mode in kind.modes, f"ran as {mode!r}: {_about_mode(first)}"
         assert_said(first)
     assert_captures(kind, first, mode)
+    oracles = Oracles(kind, plain, ddp, len(outcomes))
     for rank, outcome in enumerate(outcomes):
-        sides = {"step": plain, "forward": plain if ddp is None else ddp[rank]}
-        if kind.oracle == "ddp" and ddp is not None:
-            sides["step"] = sides["forward"]
-        found = list(differences(kind, outcome, sides, rank, len(outcomes)))
+        found = list(differences(kind, outcome, oracles, rank))
         if found:
             other = {**outcome.modes, "training_step": "forward" if mode == "step" else "step"}
-            alike = not list(differences(kind, outcome, sides, rank, len(outcomes), other))
+            alike = not list(differences(kind, outcome, oracles, rank, other))
             also = "it is the other mode's" if alike else "SILENTLY WRONG: it is the other mode's neither"
             raise AssertionError(f"rank {rank}, {outcome.modes or mode}, {also}:\n" + "\n".join(found[:8]))
         kind.check(outcome)
+
+
+class Oracles:
+    """Who is right, by mode and rank; DDP trains only where it is asked."""
+
+    def __init__(self, kind: type[Case], plain: Outcome, ddp: Callable[[], list[Outcome]] | None, world: int) -> None:
+        self._only_ddp, self._plain, self._ddp, self.world = kind.oracle == "ddp", plain, ddp, world
+
+    def of(self, mode: str, rank: int) -> Outcome:
+        """The outcome that the rank's must equal."""
+        if self._ddp is None or (mode == "step" and not self._only_ddp):
+            return self._plain
+        return self._ddp()[rank]
 
 
 def refused(kind: type[Case], how: str, outcomes: list[Outcome]) -> None:
@@ -69,19 +84,14 @@ def assert_captures(kind: type[Case], outcome: Outcome, mode: str) -> None:
 
 
 def differences(
-    kind: type[Case],
-    got: Outcome,
-    sides: dict[str, Outcome],
-    rank: int,
-    world: int,
-    modes: dict[str, str] | None = None,
+    kind: type[Case], got: Outcome, oracles: Oracles, rank: int, modes: dict[str, str] | None = None
 ) -> Iterator[str]:
     """One line for each thing that is not the oracle's of the mode of the step that made it."""
     modes = got.modes if modes is None else modes
     train, validation, predict = (
-        sides[modes.get(f"{name}_step", "step")] for name in ("training", "validation", "predict")
+        oracles.of(modes.get(f"{name}_step", "step"), rank) for name in ("training", "validation", "predict")
     )
-    compare = Compare(kind.tolerance or (1e-6 if world == 1 else 1e-5), kind.rows, rank, world)
+    compare = Compare(kind.tolerance or (1e-6 if oracles.world == 1 else 1e-5), kind.rows, rank, oracles.world)
     losses = got.losses
     if kind.skips:
         losses = [None if other is None else loss for loss, other in zip(losses, train.losses, strict=False)]
@@ -89,9 +99,10 @@ def differences(
     yield from compare("results", got.results, train.results)
     yield from compare("kept", _without(kind, got.kept), _without(kind, train.kept))
     yield from compare("validated", got.validated, validation.validated)
-    predicted = [list(compare("predicted", got.predicted, side.predicted)) for side in (predict, sides["forward"])]
-    if predicted[0] and not (kind.rows_elsewhere and not predicted[1]):
-        yield from predicted[0]
+    predicted = list(compare("predicted", got.predicted, predict.predicted))
+    if predicted and kind.rows_elsewhere:
+        predicted = list(compare("predicted", got.predicted, oracles.of("forward", rank).predicted))
+    yield from predicted
     for is_validation, side in ((False, train), (True, validation)):
         mine, other = (_of_step(_without(kind, rows.logged), is_validation) for rows in (got, side))
         yield from compare("logged", mine, other)
@@ -144,7 +155,7 @@ class Compare:
     def _mine(self, got: Any, expected: Any) -> Any:
         """This rank's rows of the oracle's value, where that has all ranks' and the training has one's."""
         batched = isinstance(expected, list) or expected.dim()
-        if not batched or not self.rows == len(expected) or isinstance(got, Tensor) and not got.dim():
+        if not batched or not self.rows == len(expected) or (isinstance(got, Tensor) and not got.dim()):
             return expected
         if len(got) * self.world != len(expected):
             return expected
@@ -155,7 +166,9 @@ class Compare:
             return False
         if not got.is_floating_point():
             return torch.equal(got, expected)
-        return torch.allclose(got, expected, rtol=self.tolerance, atol=max(ABSOLUTE, self.tolerance / 10), equal_nan=True)
+        return torch.allclose(
+            got, expected, rtol=self.tolerance, atol=max(ABSOLUTE, self.tolerance / 10), equal_nan=True
+        )
 
     def _same(self, got: Any, expected: Any) -> bool:
         numbers = (int, float)

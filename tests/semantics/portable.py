@@ -40,7 +40,11 @@ def portable(value: Any, depth: int = 6) -> Any:
         return [portable(item, depth - 1) for item in value]
     if callable(value) or isinstance(value, itertools.count):
         return repr(value).partition(" at 0x")[0]
-    return {"a": type(value).__name__, **portable(dict(vars(value)), depth - 1)} if hasattr(value, "__dict__") else repr(value)
+    return (
+        {"a": type(value).__name__, **portable(dict(vars(value)), depth - 1)}
+        if hasattr(value, "__dict__")
+        else repr(value)
+    )
 
 
 def _tensor(value: Tensor) -> Any:

@@ -68,7 +68,7 @@ class Identifiers(Case):
 class NumbersInBatch(Case):
     """A float, an int and a flag beside the tensors."""
 
-    pair = True
+    quick = True
 
     def collate(self, x, y, index):
         return {"x": x, "y": y, "weight": 0.5 * (index + 1), "shift": index, "double": index == 1}
@@ -140,7 +140,7 @@ class Pair:
 
 
 class DataclassBatch(Case):
-    pair = True
+    quick = True
 
     def collate(self, x, y, index):
         return Pair(x, y, 1.0 + index)
@@ -178,7 +178,7 @@ class Encoding(UserDict):
 
 
 class MappingBatch(Case):
-    pair = True
+    quick = True
 
     def collate(self, x, y, index):
         return Encoding(x=x, y=y)
@@ -404,7 +404,7 @@ class TwoLoaders(Case):
 class TwoValidationLoaders(Case):
     """`dataloader_idx` chooses what is computed."""
 
-    pair = validates = True
+    quick = validates = True
 
     def loader(self, batches, rank, shards):
         loader = super().loader(batches, rank, shards)

@@ -12,7 +12,7 @@ from tests.semantics.base import STEP, Case
 
 
 class GlobalStepOverThousand(Case):
-    pair, captures, steps = True, 1, 4
+    quick, captures, steps = True, 1, 4
     modes = STEP
 
     def training_step(self, batch, batch_idx):
@@ -122,7 +122,7 @@ class FilledTensor(Case):
 class TensorTable(Case):
     """A schedule in a tensor, indexed by a counter."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ class LoopByEpoch(Case):
 class LabelSmoothing(Case):
     """A Python argument of an operator that falls with the steps."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -232,7 +232,7 @@ class LogsSometimes(Case):
 class LogsAcrossRanks(Case):
     """`sync_dist` reduces what is logged over ranks, under DDP as on one device."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -137,13 +137,13 @@ class LazyUntilFirstStep(Case):
         self.net = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3))
 
     def configure_optimizers(self):
-        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Distributions(Case):
     """torch.distributions checks its arguments by reading them."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -167,7 +167,6 @@ class DetectsAnomaly(Case):
 
 
 class ProfiledByTorch(Case):
-    slow = True
     trainer_options: ClassVar = {"profiler": "pytorch"}
 
     def training_step(self, batch, batch_idx):
@@ -201,7 +200,7 @@ class EmptyValidation(Case):
 class Checkpointed(Case):
     """A region that is recomputed."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -25,7 +25,7 @@ class ScalesByWorldSize(Case):
 
 
 class TrainersWorldSize(Case):
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         self.log("world", float(self.trainer.world_size))
@@ -79,7 +79,7 @@ class AllGatherWithGradient(Case):
 class AllReduce(Case):
     """A collective of torch's own, in place."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -216,7 +216,7 @@ class BuffersOfRanksDiffer(Case):
 class ParametersOfRanksDiffer(Case):
     """Parameters, too."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()

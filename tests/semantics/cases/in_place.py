@@ -74,7 +74,7 @@ class PopsFromBatch(_SeesBatch):
 class AddsToBatch(_SeesBatch):
     """Features for a callback."""
 
-    pair = True
+    quick = True
 
     def collate(self, x, y, index):
         return {"x": x, "y": y}
@@ -87,7 +87,7 @@ class AddsToBatch(_SeesBatch):
 class NeedsInputGradient(Case):
     """`requires_grad_` on a leaf of the batch, for a penalty."""
 
-    pair = True
+    quick = True
     refusal = "create_graph|requires_grad"
 
     def training_step(self, batch, batch_idx):
@@ -173,7 +173,7 @@ class AveragedByTorch(Case):
 class TargetNetwork(Case):
     """DQN: the target net takes over the weights every second step, by state dict."""
 
-    pair, steps = True, 4
+    quick, steps = True, 4
 
     def __init__(self):
         super().__init__()
@@ -232,7 +232,7 @@ class ZeroesRow(Case):
 class TemperatureClamped(Case):
     """CLIP's learned temperature is clamped in the step."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()
@@ -265,7 +265,7 @@ class TeacherWithBuffers(Case):
 class BatchNorm(Case):
     """Running statistics, and a momentum that a hook changes."""
 
-    pair = validates = True
+    quick = validates = True
     tolerance = 1e-4
 
     def __init__(self):

@@ -20,7 +20,7 @@ class _Manual(Case):
 
 
 class OneOptimizer(_Manual):
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -221,7 +221,7 @@ class SkipsFirst(Case):
 class SkipsByHook(Case):
     """A hook that leaves the rest of the epoch out."""
 
-    pair, steps = True, 4
+    quick, steps = True, 4
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 2 else None

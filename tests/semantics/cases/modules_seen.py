@@ -66,7 +66,9 @@ class Uncertainty(Case):
 
     def __init__(self):
         super().__init__()
-        self.variances = nn.ParameterDict({"class": nn.Parameter(torch.zeros(())), "margin": nn.Parameter(torch.ones(()))})
+        self.variances = nn.ParameterDict(
+            {"class": nn.Parameter(torch.zeros(())), "margin": nn.Parameter(torch.ones(()))}
+        )
 
     def training_step(self, batch, batch_idx):
         logits = self.net(batch[0])
@@ -79,7 +81,7 @@ class Uncertainty(Case):
 class Distillation(Case):
     """A teacher outside of the module tree, held by a list so that it is not saved."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()
@@ -134,7 +136,7 @@ class LayerReplaced(Case):
 class Warmup(Case):
     """Loss terms that start after some steps, by a list of dicts."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()
@@ -155,7 +157,9 @@ class BestSoFar(Case):
         class Patience(On):
             bad = 0
 
-        patience = Patience(train_batch_end=lambda trainer, module, index: setattr(patience, "bad", patience.bad + index))
+        patience = Patience(
+            train_batch_end=lambda trainer, module, index: setattr(patience, "bad", patience.bad + index)
+        )
         self.patience = patience
         return [patience]
 
@@ -166,11 +170,10 @@ class BestSoFar(Case):
 class Warns(Case):
     """A warning at each step."""
 
-    warns = "odd batch"
+    warns = "seen batch"
 
     def training_step(self, batch, batch_idx):
-        if batch_idx % 2:
-            warnings.warn(f"odd batch {batch_idx}", stacklevel=2)
+        warnings.warn(f"seen batch {batch_idx}", stacklevel=2)
         return self.loss(batch)
 
 
@@ -230,7 +233,7 @@ class ContextManager(Case):
 class SwitchesMode(Case):
     """`eval()` and `train()` within the step."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ class RateOfOptimizer(_Scheduled):
 
 
 class RateOfScheduler(_Scheduled):
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         self.log("rate", self.lr_schedulers().get_last_lr()[0])
@@ -65,7 +65,7 @@ class StateOfOptimizer(_Scheduled):
 class RateSetInStep(Case):
     """Warm-up by hand: the step sets the rate that its own update uses."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         for group in self.optimizers().param_groups:

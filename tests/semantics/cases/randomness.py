@@ -58,7 +58,7 @@ class PythonShuffle(Case):
 class TorchGenerator(Case):
     """A torch generator of the module's own: noise alike for each row."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()

@@ -39,7 +39,9 @@ class BetaByCallback(Case):
         self.beta = 0.0
 
     def callbacks(self):
-        return [On(train_batch_start=lambda trainer, module, index: setattr(module, "beta", trainer.global_step * 0.01))]
+        return [
+            On(train_batch_start=lambda trainer, module, index: setattr(module, "beta", trainer.global_step * 0.01))
+        ]
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch) + self.beta * self.net[0].weight.square().sum()
@@ -163,7 +165,7 @@ class _Schedule:
 class ScheduleObject(Case):
     """A property of an object that another hook advances."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ class Globals(Case):
 
 
 class ClassAttribute(Case):
-    pair = True
+    quick = True
     scale: ClassVar = 1.0
 
     @classmethod
@@ -72,7 +72,7 @@ class Closure(Case):
 class NonlocalCounter(Case):
     """A closure that counts its calls: read and written in the step."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ class MethodReplaced(Case):
 
 
 class ForwardHookAdded(Case):
-    pair = True
+    quick = True
 
     def on_train_epoch_end(self):
         self.net[0].register_forward_hook(lambda module, args, out: out * 2)
@@ -324,7 +324,7 @@ class CallbackState(Case):
 class ScheduledSampling(Case):
     """A draw from the module's own generator against a probability that falls."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()

@@ -40,7 +40,7 @@ class PredictsBoth(PredictsIdentifiers):
 
 
 class PredictsIndex(_Predicts):
-    pair = True
+    quick = True
 
     def predict_step(self, batch, batch_idx):
         return batch_idx
@@ -64,7 +64,7 @@ class PredictsAttribute(_Predicts):
 class PredictsList(_Predicts):
     """Plain numbers by `tolist`."""
 
-    pair = True
+    quick = True
 
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0]).argmax(1).tolist()
@@ -144,7 +144,7 @@ class ReturnsMapping(Case):
 class ReturnsRows(Case):
     """Logits and labels of the rank's rows, for metrics in a hook."""
 
-    pair = True
+    quick = True
     keeps = ("hits",)
 
     def __init__(self):

@@ -55,7 +55,7 @@ class SanityCheckingWrites(_Validated):
 class SharedStepByStage(_Validated):
     """One step for all stages that names its log by the Trainer's."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         return self.shared(batch)
@@ -95,7 +95,7 @@ class ValidatedTwice(_Validated):
 
 
 class IsLastBatch(Case):
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -138,7 +138,7 @@ class LoggedMetrics(Case):
 class NumTrainingBatches(Case):
     """Progress through the training as a number."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         done = self.current_epoch * self.trainer.num_training_batches + batch_idx
@@ -165,7 +165,7 @@ class LogDirectory(Case):
 class StopsInStep(Case):
     """A step that ends the training."""
 
-    pair, steps = True, 5
+    quick, steps = True, 5
 
     def training_step(self, batch, batch_idx):
         if self.global_step == 3:

@@ -40,7 +40,7 @@ class ItemKept(Case):
 
 
 class AssertsFinite(Case):
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -87,7 +87,7 @@ class NanToNum(Case):
 class Branches(Case):
     """A branch on the loss, that both ways are taken of."""
 
-    pair, steps = True, 4
+    quick, steps = True, 4
 
     def collate(self, x, y, index):
         return x * (4.0 if index % 2 else 0.2), y
@@ -115,7 +115,7 @@ class WhereInstead(Branches):
 class MaskedSelection(Case):
     """NT-Xent's way: all pairs but the diagonal, by a boolean mask."""
 
-    pair = True
+    quick = True
 
     def training_step(self, batch, batch_idx):
         features = F.normalize(self.net(batch[0]), dim=1)
@@ -297,7 +297,7 @@ class NormsOfGradients(Case):
 class ReadsBufferAsNumber(Case):
     """A count kept as a buffer, read by `int`."""
 
-    pair = True
+    quick = True
 
     def __init__(self):
         super().__init__()

@@ -43,7 +43,7 @@ class CountsOnly(Case):
 
 
 class LastLoss(Case):
-    pair = True
+    quick = True
     keeps = ("last", "index")
 
     def training_step(self, batch, batch_idx):
@@ -122,7 +122,7 @@ class DictEntries(Case):
 class ListOfLosses(Case):
     """Losses in a list, averaged and cleared every second step."""
 
-    pair, steps = True, 4
+    quick, steps = True, 4
     keeps = ("losses", "means")
 
     def __init__(self):
@@ -203,7 +203,7 @@ class NestedLists(Case):
 class Queue(Case):
     """A momentum queue of features in a deque of fixed length."""
 
-    pair, steps = True, 4
+    quick, steps = True, 4
     keeps = ("queue",)
 
     def __init__(self):
@@ -253,7 +253,7 @@ class DynamicNames(Case):
 class WrittenBySubmodule(Case):
     """A submodule that keeps its features for a penalty, and counts its calls."""
 
-    pair = True
+    quick = True
     keeps = ("net.0.kept", "net.0.calls")
 
     def __init__(self):
@@ -301,7 +301,7 @@ class WrittenElsewhere(Case):
 class HistoryTensor(Case):
     """A table that is filled row by row, which is no buffer."""
 
-    pair = True
+    quick = True
     keeps = ("history",)
 
     def __init__(self):
@@ -326,7 +326,7 @@ class HistoryBuffer(HistoryTensor):
 class BufferReplaced(Case):
     """A buffer by assignment, as in running statistics by hand."""
 
-    pair = True
+    quick = True
     keeps = ("mean",)
 
     def __init__(self):
