@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_autoparallel.torch_compat.tracing import record_frames
+from lightning_autoparallel.torch_compat.tracing import TorchCall, record_frames
 
 _PACKAGE = str(Path(__file__).parents[1])
 _SITE_PACKAGES = Path(torch.__file__).parents[1]
@@ -35,6 +35,12 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith(_LIBRARIES) or filename.startswith("<"):
         return False
     return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
+
+
+@functools.cache
+def is_engine_file(filename: str) -> bool:
+    """Whether a file is the engine's: its models are not."""
+    return filename.startswith(_PACKAGE) and not filename.startswith(str(Path(_PACKAGE) / "models"))
 
 
 def user_line(frame: FrameType | None = None) -> str:
@@ -57,8 +63,11 @@ def user_line_of(error: BaseException) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def record_sources(module: nn.Module) -> Iterator[None]:
-    """Write ``source`` (the user's line) and ``module`` (the path of the submodule that runs) on every traced node."""
+def record_sources(module: nn.Module, call: TorchCall | None = None) -> Iterator[None]:
+    """Write ``source`` (the user's line) and ``module`` (the path of the submodule that runs) on every traced node.
+
+    ``call`` makes the step's calls of torch.
+    """
     names = {id(submodule): name for name, submodule in module.named_modules()}
     stack: list[str] = [""]
 
@@ -76,7 +85,7 @@ def record_sources(module: nn.Module) -> Iterator[None]:
         register_module_forward_hook(leave, always_call=True),
     ]
     try:
-        with record_frames(describe):
+        with record_frames(describe, call):
             yield
     finally:
         for handle in handles:
