@@ -20,8 +20,8 @@ EITHER = ("step", "forward")
 class Case(LightningModule):
     """A classifier on the global batches of `batches`; subclasses say what their step does besides.
 
-    A training must equal the oracle that its reported mode promises: in "step" one device that sees the global batch, in
-    "forward" Lightning's DDPStrategy on as many ranks.
+    A training must equal the oracle that its reported mode promises: in "step" one device that sees the global batch,
+    in "forward" Lightning's DDPStrategy on as many ranks.
 
     Attributes:
         modes: which modes the training step may report.

@@ -155,7 +155,7 @@ class Compare:
     def _mine(self, got: Any, expected: Any) -> Any:
         """This rank's rows of the oracle's value, where that has all ranks' and the training has one's."""
         batched = isinstance(expected, list) or expected.dim()
-        if not batched or not self.rows == len(expected) or (isinstance(got, Tensor) and not got.dim()):
+        if not batched or self.rows != len(expected) or (isinstance(got, Tensor) and not got.dim()):
             return expected
         if len(got) * self.world != len(expected):
             return expected

@@ -133,7 +133,7 @@ class MomentumByData(MomentumEncoder):
     """The same by `.data`, as BYOL's code has it."""
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
+        x, _ = batch
         for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             mine.data = mine.data * 0.5 + other.data * 0.5
         with torch.no_grad():
