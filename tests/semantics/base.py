@@ -34,7 +34,7 @@ class Case(LightningModule):
         tolerance: relative, of everything compared; None for the runner's.
         rows_elsewhere: predictions may be this rank's part by another dim, which only DDP shows.
         quick: in the default tier on one rank; pair: on two ranks, too.
-        alone: on one rank only, because DDP cannot train it.
+        alone: on one rank only, because DDP says nothing of two.
         leaves_unused: whether DDP looks for parameters that a step leaves out.
         skips: results of None may come out as a loss, because Lightning takes no None on several ranks.
         prints: compare what was printed; warns: a text, compare how many warnings have it.

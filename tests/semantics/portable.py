@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.numerics.training import full
 
@@ -48,6 +48,7 @@ def portable(value: Any, depth: int = 6) -> Any:
 
 
 def _tensor(value: Tensor) -> Any:
-    if isinstance(value, FakeTensor) or torch._is_functional_tensor(value):
+    """Whole tensors; a fake one, or what a gradient of functorch is made of, is what no run may leave behind."""
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer, DTensor) or torch._is_functional_tensor(value):
         return f"a {type(value).__name__} left by a capture"
     return full(value).cpu()

@@ -144,7 +144,7 @@ def train(kind: type[Case], how: str) -> Outcome:
             outcome.error = f"{type(error).__name__}: {error}"
     outcome.printed = printed.getvalue().splitlines()
     outcome.warnings = [str(warning.message) for warning in caught]
-    outcome.modes = modes_of(strategy)
+    outcome.modes.update(modes_of(strategy))
     kind.reset()
     return outcome
 
@@ -165,6 +165,7 @@ def _fit(kind: type[Case], module: Case, strategy: Any, outcome: Outcome) -> Non
     tensors = [*module.named_parameters(), *module.named_buffers()]
     outcome.parameters = {name: portable(tensor) for name, tensor in tensors}
     outcome.kept.append(state_of(module))
+    outcome.modes.update(modes_of(strategy))
     if kind.predicts:
         module.predict_dataloader = lambda: module.loader(module.validation_batches(), rank, shards)
         outcome.predicted = portable(trainer.predict(module, return_predictions=True))

@@ -83,7 +83,7 @@ class RateOnPlateau(Case):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def training_step(self, batch, batch_idx):
         self.log("rate", self.optimizers().param_groups[0]["lr"])
@@ -137,8 +137,9 @@ class GradientsOfLastStep(Case):
 
 
 class GradientsWhileAccumulating(Case):
-    """Between two optimizer steps the gradients of the first batch are there to be read."""
+    """Between two optimizer steps the gradients of the first batch are there to be read; under DDP, each rank's own."""
 
+    alone = True
     trainer_options = {"accumulate_grad_batches": 2}  # noqa: RUF012
     steps = 4
 
