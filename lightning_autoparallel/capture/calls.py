@@ -23,9 +23,11 @@ from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import is_user_file, user_line
 
 _RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_global_rank", "get_group_rank")
-_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier")
-_COLLECTIVES += ("broadcast_object_list", "gather", "scatter", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-_COLLECTIVES += ("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group")
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier"),
+    *("broadcast_object_list", "gather", "scatter", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group"),
+)
 
 
 class StepCalls:
@@ -67,7 +69,7 @@ class StepCalls:
         elif event == "call":
             code = frame.f_code
             if code in self._asks and frame.f_back is not None and not _is_machinery(frame.f_back):
-                raise self._reads.refuse(f"{user_line(frame)} {self._asks[code]}")
+                raise self._reads.watcher.refuse(f"{user_line(frame)} {self._asks[code]}")
             if code not in self._seen and is_user_file(code.co_filename):
                 self._seen.add(code)
                 with self._reads.paused():
@@ -76,11 +78,11 @@ class StepCalls:
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
         if id(function) in self._clocks and is_user_file(frame.f_code.co_filename):
-            raise self._reads.refuse(
+            raise self._reads.watcher.refuse(
                 f"{user_line(frame)} asks for the time ({self._clocks[id(function)]}), which would stay that of capture"
             )
         if id(function) in self._opens and is_user_file(frame.f_code.co_filename):
-            raise self._reads.refuse(f"{user_line(frame)} opens a file, which would happen at capture only")
+            raise self._reads.watcher.refuse(f"{user_line(frame)} opens a file, which would happen at capture only")
 
     def _enter(self, frame: FrameType, function: FunctionType | None) -> None:
         """A function of the user's is called for the first time in this run."""

@@ -20,20 +20,26 @@ import torch
 from torch import Tensor
 
 from lightning_autoparallel.capture.places import MISSING, attributes_of
+from lightning_autoparallel.capture.watch import is_watched
 from lightning_autoparallel.torch_compat.tracing import is_real
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice)
-_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, pathlib.PurePath)
-_PLAIN += (datetime.date, datetime.timedelta, datetime.time, datetime.tzinfo, decimal.Decimal, fractions.Fraction)
-_PLAIN += (np.generic, np.dtype, re.Pattern)
+_PLAIN: tuple[type, ...] = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, pathlib.PurePath),
+    *(datetime.date, datetime.timedelta, datetime.time, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(np.generic, np.dtype, re.Pattern),
+)
 # Nothing that a step reads of them changes, or what does is read by Python that is seen.
-_FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, types.CodeType)
-_FIXED += (types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod)
-_FIXED += (classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType)
-_FIXED += (types.MemberDescriptorType, types.ClassMethodDescriptorType)
+_FIXED: tuple[type, ...] = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, types.CodeType),
+    *(types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod),
+    *(classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType),
+    *(types.MemberDescriptorType, types.ClassMethodDescriptorType),
+)
 LARGEST = 4096  # entries of the containers that one guard compares
 _LARGEST_ARRAY = 65536
 
+Difference = tuple[tuple[Any, ...], Any, Any]
 Meet = Callable[[Any, str], None]
 
 
@@ -80,24 +86,24 @@ class Frozen:
     array: np.ndarray[Any, Any] | None = None
     content: bool = True
 
-    def difference(self, now: Any, text: str) -> tuple[str, Any, Any] | None:
-        """Where ``now`` differs first: the text of the part, its value then and now; None if nowhere."""
+    def difference(self, now: Any) -> Difference | None:
+        """Where ``now`` differs first: the keys of the part, its value then and now; None if nowhere."""
         if self.kind is object:
             return None
         if not self.content:
-            return None if type(now) is self.kind else (text, self.kind.__name__, now)
+            return None if type(now) is self.kind else ((), self.kind.__name__, now)
         if self.array is not None:
             same = type(now) is self.kind and now.dtype == self.array.dtype and np.array_equal(now, self.array)
-            return None if same else (text, "another array", now)
+            return None if same else ((), "another array", now)
         if self.parts is None:
-            return None if equal(self.value, now) else (text, self.value, now)
+            return None if equal(self.value, now) else ((), self.value, now)
         parts = contents(now) if type(now) is self.kind else None
         if parts is None or list(parts) != list(self.parts):
-            return text, f"{self.kind.__name__} of {len(self.parts)}", shown(now)
+            return (), f"{self.kind.__name__} of {len(self.parts)}", shown(now)
         for key, part in self.parts.items():
-            found = part.difference(parts[key], f"{text}[{key!r}]")
+            found = part.difference(parts[key])
             if found is not None:
-                return found
+                return (key, *found[0]), *found[1:]
         return None
 
     def restore(self) -> None:
@@ -134,7 +140,7 @@ class Freezer:
             if value.nbytes > _LARGEST_ARRAY or value.dtype == object:
                 raise TooLargeError
             return Frozen(value=value, kind=type(value), array=value.copy())
-        if isinstance(value, Tensor) and not is_real(value):
+        if is_watched(value) or (isinstance(value, Tensor) and not is_real(value)):
             return Frozen(value=None, kind=object)  # an input of the graph
         parts = None if is_plain(value) else contents(value)
         if parts is None or id(value) in self._inside:

@@ -16,18 +16,20 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
-from lightning_autoparallel.capture.leaf_stand_ins import stand_in_for_leaf
-from lightning_autoparallel.capture.module_calls import own_results
+from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
+from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
-from lightning_autoparallel.capture.sources import record_sources, user_line_of
+from lightning_autoparallel.capture.sources import Place, place_of, record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
-from lightning_autoparallel.capture.watch import MOST_FED, NeedsNumbers, NeedsVector, StartOver
+from lightning_autoparallel.capture.watch import MOST_FED, NeedsClones, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
+from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
+from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
@@ -112,12 +114,13 @@ class _Step(nn.Module):
         given = list(tensors[len(self._names) :])
         if self.state.needs_vector:
             self.state.watcher.vector = given.pop()
+        given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
         leaves = _merge(self._static_leaves(request), tuple(given))
         with self._undone(request), request.effects.recording():
             buffers = {name: state[name] for name in request.buffers}
             runner = _Runner(request.module, request.run, buffers, self.state)
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
-            self.state.writes.collect()
+            self.state.writes.collect({i: given[i] for i in sorted(self.state.clones)})
             self.state.check_counting()
             return self._flatten(output, request, tensors[: len(self._names)], tuple(given))
 
@@ -133,9 +136,11 @@ class _Step(nn.Module):
         if request.local:
             return dict(request.static_leaves)  # their values tell variants apart
         paths = [leaf.path for leaf in request.layout.leaves]
-        return {
+        leaves = {
             i: stand_in_for_leaf(self.state.watcher, i, paths[i], leaf) for i, leaf in request.static_leaves.items()
         }
+        self.state.has_unread = any(type(leaf) is Unread for leaf in leaves.values())
+        return {i: self.state.leaf(leaf) for i, leaf in leaves.items()}
 
     def _flatten(
         self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
@@ -208,8 +213,37 @@ def capture_step(request: StepRequest) -> CapturedGraph:
                 return _capture(request)
             except StartOver as reason:
                 state.start_over(reason.places if isinstance(reason, NeedsNumbers) else frozenset())
+                state.clones |= reason.positions if isinstance(reason, NeedsClones) else frozenset()
                 if isinstance(reason, NeedsVector):
                     request = _with_vector(request)
+            except AutoParallelError:
+                raise
+            except Exception:
+                if state.reads_leaves or not state.has_unread:
+                    raise
+                state.start_over(frozenset())  # a function in C cannot read a stand-in
+                state.reads_leaves = True
+
+
+def _check_outputs(request: StepRequest, export: JointExport, state: StepState) -> None:
+    """What the graph changes besides buffers, or differentiates besides parameters."""
+    parameters = list(request.parameters)
+    first = len(parameters) + len(request.buffers)
+    outputs = [output for output in export.outputs if output is not None]
+    for kind, position in outputs:
+        if kind == "mutation" and position < len(parameters):
+            raise CaptureError(
+                f"{request.name} changes the parameter {parameters[position]} in place: in a captured step only the "
+                "optimizer does; keep what it computes as a buffer"
+            )
+        if kind == "gradient" and position >= first:
+            raise CaptureError(
+                f"{request.name} asks for the gradient of batch leaf '{request.layout.tensors[position - first].path}' "
+                "(requires_grad_): a captured step has those of parameters only"
+            )
+    changed = frozenset(position - first for kind, position in outputs if kind == "mutation" and position >= first)
+    if changed:
+        raise NeedsClones(changed)
 
 
 def _with_vector(request: StepRequest) -> StepRequest:
@@ -226,9 +260,12 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if export is None:
         export = _export(request, step, False)
     assert export is not None
+    _check_outputs(request, export, step.state)
     batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
+    if request.local:
+        check_constants(request.name, constants.values())
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
@@ -246,7 +283,7 @@ def _capture(request: StepRequest) -> CapturedGraph:
 def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExport | None:
     """The joint graph; None if blocks that looked alike have backwards that are not."""
     groups = repeated_blocks(request.module, request.parameters, request.edges) if repeat_blocks else []
-    blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.watcher.uses)
+    blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.count())
     decompositions = planning_decompositions()
     with step.state.watching(), fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
         arguments = _fake_arguments(request)  # outside of what notices constants: they are none
@@ -259,11 +296,14 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
         except UnrepeatableBackwardError:
             return None
     blocks.expand(export.graph_module)
+    for paths in blocks.traced_once:
+        step.state.reads.mirror(paths)
     return export
 
 
 @contextlib.contextmanager
 def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
+    unchecked: list[type] = []
     with (
         record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
@@ -271,9 +311,16 @@ def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
         pretend_compiling(),
         # Its recurrent layers are one operator that keeps what only it can read; torch's own are matrix products.
         torch.backends.mkldnn.flags(enabled=False),
+        unchecked_distributions(unchecked),
+        whole_lists_of_constants(),
         torch.set_grad_enabled(request.training),
     ):
         yield
+    if unchecked:
+        request.notice(
+            f"{request.name} makes a {unchecked[0].__name__}, whose arguments are not checked at real steps: torch "
+            "reads their values for that (validate_args=False says that you want none of it)"
+        )
 
 
 @contextlib.contextmanager
@@ -289,22 +336,34 @@ def _explained(request: StepRequest) -> Iterator[None]:
                 raise CaptureError(_data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
         if request.local:
-            raise CaptureError(f"{request.name} cannot be captured: {type(error).__name__}: {error}") from error
+            raise capture_failed(request.name, error) from error
         raise
 
 
 def _data_dependent(cause: BaseException, error: BaseException) -> str:
-    source, text = user_line_of(cause)
-    if source == "?":
-        source, text = user_line_of(error)
+    place = place_of(cause) or place_of(error)
+    source, text = ("?", "") if place is None else (place.source, place.text)
     operator = str(getattr(cause, "func", ""))
     if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
+        remedy = "use torch.where or a mask, which keep the shape"
         return (
-            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); "
-            "use torch.where or a mask, which keep the shape"
+            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); {_remedy(place, remedy)}"
         )
     shown = ".item()" if ".item()" in text else text
-    return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
+    return f"{source} reads a tensor's value ({shown}); {_remedy(place, 'use torch.where or log the tensor')}"
+
+
+def _remedy(place: Place | None, own: str) -> str:
+    """What helps: ``own`` where the line is the user's to change."""
+    if place is not None and place.in_distributions:
+        return "torch.distributions needs them there, checks apart: draw or compute that outside of the step"
+    if place is None or place.library is None:
+        return own
+    called = "" if place.called_from is None else f", called from {place.called_from}"
+    return (
+        f"the line is in {place.library}{called}: switch it off in {place.library}'s settings if it is a check, "
+        "or call that outside of the step"
+    )
 
 
 def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
