@@ -12,7 +12,7 @@ from tests._hermetic import no_leaks
 from tests.worlds import Worlds
 
 # Their files share worlds, one of each size to a folder; the ranks of both leave few cores idle.
-WORLDS = ("tests/distributed", "tests/numerics")
+WORLDS = ("tests/distributed", "tests/numerics", "tests/semantics")
 STARTS_ITS_OWN = "tests/distributed/test_launch.py"
 
 
