@@ -1,0 +1,135 @@
+"""One case on all sides, each in fresh processes with a time limit, and what of it is a row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.thirdparty.training import ALONE, Outcome, train
+from tests.worlds import World, WorldError
+
+TOLERANCE = 1e-4  # of weights and buffers absolute, of losses relative to theirs
+# Of the way that all weights went together: a wrong factor is seen even where steps are short.
+MOVED_SHARE = 1e-2
+LIMIT_S = 120
+PRELOAD = (
+    "tests.thirdparty",
+    "torch._inductor.compile_fx",
+    "transformers",
+    "lightning_autoparallel",
+    "tests.thirdparty.training",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far two trainings are apart."""
+
+    largest: float
+    share: float
+
+    @property
+    def small(self) -> bool:
+        """Whether they are the same training."""
+        return self.largest <= TOLERANCE and self.share <= MOVED_SHARE
+
+    def __str__(self) -> str:
+        return f"{self.largest:.1e} ({self.share:.0e} of the way)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case's line: how it ran, how far it is from what it has to equal, or why it did not run."""
+
+    name: str
+    mode: str = ""
+    oracle: str = ""
+    difference: Difference | None = None
+    reference: Difference | None = None  # DDP from one device: what is to be expected of a step run per rank
+    error: str = ""
+    trace: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case trained to what its mode promises."""
+        return not self.error and self.difference is not None and self.difference.small
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.name:32} {self.mode or '-':8} {self.error.splitlines()[0]}"
+        verdict = "" if self.passed else "  DIFFERENT"
+        return f"{self.name:32} {self.mode:8} {self.difference} from {self.oracle}; ddp {self.reference}{verdict}"
+
+
+def run_case(name: str, limit_s: float = LIMIT_S) -> Row:
+    """Train a case plainly, under DDP and under this package, and compare."""
+    plain, ddp, ours = (_outcomes(name, side, limit_s) for side in ("plain", "ddp", "ours"))
+    for side, outcomes in (("plain", plain), ("ddp", ddp), ("ours", ours)):
+        for outcome in outcomes:
+            if outcome.error:
+                text = outcome.error if side == "ours" else f"the {side} side: {outcome.error}"
+                return Row(name=name, error=text, trace=outcome.trace)
+    mode = ours[0].mode
+    expected = ddp if mode == "forward" else plain
+    return Row(
+        name=name,
+        mode=mode,
+        oracle="ddp" if mode == "forward" else "one device",
+        difference=difference(ours, expected),
+        reference=difference(ddp, plain),
+    )
+
+
+def run_oracles(name: str, limit_s: float = LIMIT_S) -> Row:
+    """Only one device and DDP: whether the case itself is sound, and how far rounding carries it."""
+    plain, nudged, ddp = (_outcomes(name, side, limit_s) for side in ("plain", "nudged", "ddp"))
+    error = next((outcome for outcome in (*plain, *ddp) if outcome.error), None)
+    if error is not None:
+        return Row(name=name, error=error.error, trace=error.trace)
+    return Row(
+        name=name,
+        mode="nudged",
+        oracle="one device",
+        difference=difference(nudged, plain),
+        reference=difference(ddp, plain),
+    )
+
+
+def difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Difference:
+    """Weights, buffers and losses of the first rank; losses of unlike counts of ranks are compared as means."""
+    after, expected, before = ours[0].after, theirs[0].after, theirs[0].before
+    assert after.keys() == expected.keys()
+    off = {name: _distance(after[name], value) for name, value in expected.items()}
+    largest = max((float(values.max()) for values in off.values() if values.numel()), default=0.0)
+    moved = _norm(_distance(expected[name], before[name]) for name in before.keys() & expected.keys())
+    losses = zip(_mean_losses(ours), _mean_losses(theirs), strict=True)
+    relative = [abs(a - b) / max(abs(b), 1e-3) for a, b in losses]
+    return Difference(largest=max([largest, *relative]), share=_norm(off.values()) / max(moved, 1e-12))
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    if a.shape != b.shape:
+        return torch.full((1,), torch.inf)
+    distance = (a.double() - b.double()).abs()
+    return distance.nan_to_num(0.0) if bool((a.isnan() == b.isnan()).all()) else torch.full((1,), torch.inf)
+
+
+def _norm(distances: Iterable[Tensor]) -> float:
+    return float(sum(float(values.square().sum()) for values in distances) ** 0.5)
+
+
+def _mean_losses(outcomes: Sequence[Outcome]) -> list[float]:
+    return [sum(step) / len(step) for step in zip(*(outcome.losses for outcome in outcomes), strict=True)]
+
+
+def _outcomes(name: str, side: str, limit_s: float) -> list[Outcome]:
+    world = World(1 if side in ALONE else 2, PRELOAD)
+    try:
+        return world.run(train, name, side, timeout_s=limit_s)
+    except WorldError as error:
+        return [Outcome(error=str(error).strip().splitlines()[-1], trace=str(error))]
+    finally:
+        world.stop()
