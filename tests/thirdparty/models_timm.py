@@ -23,7 +23,9 @@ def mixer(kind: str, ratio: Any) -> Built:
     from timm.models import mlp_mixer
 
     block = getattr(mlp_mixer, kind)
-    net = mlp_mixer.MlpMixer(num_classes=5, img_size=32, patch_size=8, num_blocks=2, embed_dim=16, mlp_ratio=ratio, block_layer=block)
+    net = mlp_mixer.MlpMixer(
+        num_classes=5, img_size=32, patch_size=8, num_blocks=2, embed_dim=16, mlp_ratio=ratio, block_layer=block
+    )
     return Built(module=Step(stirred(net), _loss), batches=images())
 
 

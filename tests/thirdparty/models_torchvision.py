@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.thirdparty.built import ROWS, STEPS, Builder, Built, Step, generator, images, items_of, stirred, without_dropout
+from tests.thirdparty.built import (
+    ROWS,
+    STEPS,
+    Builder,
+    Built,
+    Step,
+    generator,
+    images,
+    items_of,
+    stirred,
+    without_dropout,
+)
 
 
 def classifier(make: Callable[[], nn.Module], size: int = 32) -> Built:

@@ -73,7 +73,15 @@ def unpadded_loss() -> Built:
 
 def t5() -> Built:
     """Encoder and decoder, with a shift of the labels in the model."""
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    sizes = {
+        "vocab_size": 50,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     net = hugging_face("T5ForConditionalGeneration", "T5Config", sizes, decoder_start_token_id=0)
     batches = [{"input_ids": ids, "labels": ids[:, :6].contiguous()} for ids in tokens()]
     return Built(module=Step(net, own_loss, "adamw"), batches=batches)

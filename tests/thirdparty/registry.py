@@ -1,4 +1,4 @@
-"""The cases by name, `library/model`, without importing any of the libraries; one whose library is missing is absent."""
+"""The cases by name, `library/model`, without importing any library; those whose library is missing are absent."""
 
 from __future__ import annotations
 

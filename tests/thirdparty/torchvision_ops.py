@@ -1,7 +1,7 @@
 """Imported ahead of anything that imports torchvision, as Lightning's metrics do.
 
-The registry's torchvision is built for CUDA: beside a CPU build of torch its operators do not load, and its import fails
-at those that it names. They are declared here then, without code: nothing in these models calls them in training.
+The registry holds a torchvision built for CUDA: beside a CPU build of torch its operators do not load, and its import
+fails at those that it names. They are declared here then, without code: nothing in these models calls them in training.
 """
 
 from __future__ import annotations

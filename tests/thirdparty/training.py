@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import traceback
 import warnings
@@ -48,6 +49,7 @@ class _Losses(Callback):
 
 def train(name: str, side: str) -> Outcome:
     """Train case `name` on one `side`; an error is the outcome too."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # in a process of its own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
