@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.thirdparty.training import ALONE, Outcome, train
 from tests.worlds import World, WorldError
 
-TOLERANCE = 1e-4  # of weights and buffers absolute, of losses relative to theirs
+TOLERANCE = 1e-4  # of weights, buffers and losses; relative to those above 1
 # Of the way that all weights went together: a wrong factor is seen even where steps are short.
 MOVED_SHARE = 1e-2
 LIMIT_S = 120
@@ -99,22 +99,25 @@ def run_oracles(name: str, limit_s: float = LIMIT_S) -> Row:
 
 
 def difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Difference:
-    """Weights, buffers and losses of the first rank; losses of unlike counts of ranks are compared as means."""
+    """State of the first ranks and losses, as means over ranks: where a value is above 1, relative to it."""
     after, expected, before = ours[0].after, theirs[0].after, theirs[0].before
-    assert after.keys() == expected.keys()
+    assert after.keys() == expected.keys(), after.keys() ^ expected.keys()
     off = {name: _distance(after[name], value) for name, value in expected.items()}
-    largest = max((float(values.max()) for values in off.values() if values.numel()), default=0.0)
-    moved = _norm(_distance(expected[name], before[name]) for name in before.keys() & expected.keys())
+    relative = [distance / expected[name].double().abs().clamp(min=1.0) for name, distance in off.items()]
     losses = zip(_mean_losses(ours), _mean_losses(theirs), strict=True)
-    relative = [abs(a - b) / max(abs(b), 1e-3) for a, b in losses]
-    return Difference(largest=max([largest, *relative]), share=_norm(off.values()) / max(moved, 1e-12))
+    largest = [
+        *(float(values.max()) for values in relative if values.numel()),
+        *(abs(a - b) / max(1.0, abs(b)) for a, b in losses),
+    ]
+    moved = _norm(_distance(expected[name], weight) for name, weight in before.items())
+    return Difference(largest=max(largest), share=_norm(off[name] for name in before) / max(moved, 1e-12))
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    if a.shape != b.shape:
-        return torch.full((1,), torch.inf)
-    distance = (a.double() - b.double()).abs()
-    return distance.nan_to_num(0.0) if bool((a.isnan() == b.isnan()).all()) else torch.full((1,), torch.inf)
+    """Element by element; what is not a number on both sides is alike."""
+    if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+        return torch.full(b.shape, torch.inf, dtype=torch.float64)
+    return (a.double() - b.double()).abs().nan_to_num(0.0, posinf=torch.inf)
 
 
 def _norm(distances: Iterable[Tensor]) -> float:

@@ -121,7 +121,7 @@ class DINO(Step):
         from lightly.models.utils import deactivate_requires_grad
 
         student, teacher = (_Pair(DINOProjectionHead(DIM, DIM, 8, 12, batch_norm=False)) for _ in range(2))
-        super().__init__(student, self._compare)
+        super().__init__(student, self._compare, rate=1e-3)
         self.criterion = DINOLoss(output_dim=12, warmup_teacher_temp_epochs=2)
         self.teacher = teacher  # its weight norm has no copy
         self.teacher.load_state_dict(self.net.state_dict())

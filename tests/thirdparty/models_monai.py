@@ -26,7 +26,7 @@ def segmentation(kind: str, loss_kind: str = "DiceCELoss", dims: int = 3, size: 
         result = net(images)
         return criterion(result[0] if isinstance(result, list | tuple) else result, labels)
 
-    return Built(module=Step(net, loss), batches=volumes(dims, size))
+    return Built(module=Step(net, loss, rate=0.1), batches=volumes(dims, size))
 
 
 def volumes(dims: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

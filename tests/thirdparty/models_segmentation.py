@@ -34,7 +34,7 @@ def segmentation(kind: str, loss_kind: str = "DiceLoss", classes: int = 1, size:
         images, masks = batch
         return criterion(net(images), masks.float() if classes == 1 else masks)
 
-    return Built(module=Step(net, loss), batches=batches)
+    return Built(module=Step(net, loss, rate=1e-3), batches=batches)
 
 
 SMALL = {"decoder_channels": (16, 16, 8, 8, 8)}

@@ -68,17 +68,6 @@ def convnext() -> nn.Module:
     return ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], stochastic_depth_prob=0.0, num_classes=5)
 
 
-def googlenet() -> Built:
-    """Two more heads whose losses are added in training."""
-    net = without_dropout(named("googlenet", aux_logits=True, init_weights=False))
-
-    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
-        main, second, first = net(batch[0])
-        return sum(w * F.cross_entropy(out, batch[1]) for w, out in ((1.0, main), (0.3, second), (0.3, first)))
-
-    return Built(module=Step(net, loss), batches=images(size=64))
-
-
 def segmentation(name: str) -> Built:
     """A class per pixel."""
     import torchvision
@@ -131,7 +120,7 @@ def video() -> Built:
     net = VideoResNet(BasicBlock, [Conv3DSimple] * 4, [1, 1, 1, 1], BasicStem, num_classes=5)
     random = generator()
     batches = [
-        (torch.randn(ROWS, 3, 4, 16, 16, generator=random), torch.randint(0, 5, (ROWS,), generator=random))
+        (torch.randn(ROWS, 3, 8, 32, 32, generator=random), torch.randint(0, 5, (ROWS,), generator=random))
         for _ in range(STEPS)
     ]
     return Built(module=Step(net, _loss), batches=batches)
@@ -155,12 +144,12 @@ def augmented() -> Built:
 MODELS: dict[str, Builder] = {
     "resnet": partial(classifier, resnet),
     "mobilenet_v3_small": partial(classifier, partial(named, "mobilenet_v3_small")),
-    "shufflenet_v2": partial(classifier, partial(named, "shufflenet_v2_x0_5")),
+    "shufflenet_v2": partial(classifier, partial(named, "shufflenet_v2_x0_5"), 96),
     "squeezenet": partial(classifier, partial(named, "squeezenet1_1"), 64),
     "vit": partial(classifier, vit),
     "swin": partial(classifier, swin),
     "convnext": partial(classifier, convnext),
-    "googlenet": googlenet,
+    "mnasnet": partial(classifier, partial(named, "mnasnet0_5"), 96),
     "lraspp": partial(segmentation, "lraspp_mobilenet_v3_large"),
     "retinanet": partial(detector, "RetinaNet"),
     "fcos": partial(detector, "FCOS"),

@@ -197,7 +197,7 @@ def masked_autoencoder() -> Built:
         }
         for _ in range(STEPS)
     ]
-    return Built(module=Step(net, own_loss), batches=batches)
+    return Built(module=Step(net, own_loss, "adamw"), batches=batches)
 
 
 def vision_language(name: str) -> Built:

@@ -28,7 +28,7 @@ NUDGE = 6e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one process saw: losses of all steps, the whole state before and after, or the error that ended it."""
+    """What one process saw: losses of all steps, weights before, all state after, or the error that ended it."""
 
     losses: list[float] = field(default_factory=list)
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def train(name: str, side: str) -> Outcome:
 def _train(built: Built, side: str) -> Outcome:
     if side == "nudged":
         _nudge(built)
-    before = _state(built)
+    before = {name: _full(weight) for name, weight in built.module.named_parameters()}
     losses = _Losses()
     strategy = _strategy(side)
     trainer = Trainer(
