@@ -1,6 +1,21 @@
 """Write the global graph and its plan out as the graph each rank runs, and shard the parameters to match."""
 
 from lightning_autoparallel.apply.lower import lower_graph
-from lightning_autoparallel.apply.params import ParameterLayout, materialise_module, parameter_layouts, shard_module
+from lightning_autoparallel.apply.params import (
+    ParameterLayout,
+    Replacements,
+    materialise_module,
+    parameter_layouts,
+    shard_module,
+    share_buffers,
+)
 
-__all__ = ["ParameterLayout", "lower_graph", "materialise_module", "parameter_layouts", "shard_module"]
+__all__ = [
+    "ParameterLayout",
+    "Replacements",
+    "lower_graph",
+    "materialise_module",
+    "parameter_layouts",
+    "shard_module",
+    "share_buffers",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.batch import BatchLayout
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
+from lightning_autoparallel.capture.leaf_stand_ins import stand_in_for_leaf
+from lightning_autoparallel.capture.module_calls import own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
-from lightning_autoparallel.capture.sources import record_sources, user_line_of
-from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput
+from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
+from lightning_autoparallel.capture.sources import Place, place_of, record_sources
+from lightning_autoparallel.capture.stand_ins import without_stand_ins
+from lightning_autoparallel.capture.state import StepState
+from lightning_autoparallel.capture.watch import MOST_FED, NeedsNumbers, NeedsVector, StartOver
+from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
+from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
+from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
@@ -31,7 +40,9 @@ from lightning_autoparallel.torch_compat.tracing import (
     fake_tracing,
     pretend_compiling,
 )
-from lightning_autoparallel.torch_compat.tree import tree_flatten
+from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
+
+NUMBERS = "the step's numbers"  # the name of the graph's input for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +72,8 @@ class StepRequest:
     ``loss_leaf`` picks, of the result's flattened leaves, the loss to differentiate; None differentiates every result.
     ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
     With ``repeat_blocks`` one of several equal submodules is traced for all of them, where nothing tells them apart.
+    ``local`` is a module call on one rank's rows: shapes stay as they are, and leaves may require gradients.
+    ``state`` is told what the step's Python reads and writes, and is what real steps ask.
     """
 
     name: str
@@ -77,6 +90,8 @@ class StepRequest:
     loss_leaf: Callable[[Any], Tensor] | None = None
     edges: tuple[tuple[str, str], ...] = ()
     repeat_blocks: bool = True
+    local: bool = False
+    state: StepState | None = None
     notice: Callable[[str], None] = field(default=lambda message: None)
 
 
@@ -86,43 +101,87 @@ class _Step(nn.Module):
     def __init__(self, request: StepRequest) -> None:
         super().__init__()
         self._request = [request]  # in a list: the user's module must not become a submodule of this one
+        self.state = request.state or StepState(request.module)
         self._names = [*request.parameters, *request.buffers]
         self.output_spec: Any = None
         self.static_outputs: dict[int, Any] = {}
         self.results = 0
-        self.changes: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
         state = dict(zip(self._names, tensors, strict=False))
-        leaves = _merge(request.static_leaves, tensors[len(self._names) :])
-        self.changes.clear()
-        with undone_afterwards(request.module, self.changes), request.effects.recording():
-            runner = _Runner(request.module, request.run, {name: state[name] for name in request.buffers})
+        given = list(tensors[len(self._names) :])
+        if self.state.needs_vector:
+            self.state.watcher.vector = given.pop()
+        leaves = _merge(self._static_leaves(request), tuple(given))
+        with self._undone(request), request.effects.recording():
+            buffers = {name: state[name] for name in request.buffers}
+            runner = _Runner(request.module, request.run, buffers, self.state)
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
-        return self._flatten(output, request)
+            self.state.writes.collect()
+            self.state.check_counting()
+            return self._flatten(output, request, tensors[: len(self._names)], tuple(given))
 
-    def _flatten(self, output: Any, request: StepRequest) -> list[Tensor]:
+    @contextlib.contextmanager
+    def _undone(self, request: StepRequest) -> Iterator[None]:
+        try:
+            with undone_afterwards(request.module):
+                yield
+        finally:
+            self.state.reads.undo_writes()
+
+    def _static_leaves(self, request: StepRequest) -> dict[int, Any]:
+        if request.local:
+            return dict(request.static_leaves)  # their values tell variants apart
+        paths = [leaf.path for leaf in request.layout.leaves]
+        return {
+            i: stand_in_for_leaf(self.state.watcher, i, paths[i], leaf) for i, leaf in request.static_leaves.items()
+        }
+
+    def _flatten(
+        self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
+    ) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
         self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if request.local:
+            tensors, statics = own_results(request.name, leaves, state, batch)
+            self.static_outputs = dict(statics)
         if request.training and request.loss_leaf is not None:
             loss = request.loss_leaf(output)
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
         self.results = len(tensors)
-        return [*tensors, *(tensor.detach() for tensor in request.effects.tensors())]
+        tensors += [tensor.detach() for tensor in request.effects.tensors()]
+        tensors += self.state.writes.tensors
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        return tensors
+
+    def name_of(self, position: int) -> str:
+        """What the tensor at ``position`` of the flat results is."""
+        (request,) = self._request
+        if position < self.results:
+            return f"result {position} of {request.name}"
+        return f"what {request.name} logs or gives to a metric ({position - self.results})"
 
 
 class _Runner(nn.Module):
     """Runs the step inside ``functional_call`` and turns a reassigned buffer into a change in place."""
 
-    def __init__(self, module: nn.Module, run: Callable[[list[Any]], Any], buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[[list[Any]], Any],
+        buffers: Mapping[str, Tensor],
+        state: StepState,
+    ) -> None:
         super().__init__()
         self.module = module
-        self._run, self._given = run, buffers
+        self._run, self._given, self._state = run, buffers, state
 
     def forward(self, leaves: list[Any]) -> Any:
-        output = self._run(leaves)
+        with self._state.running():
+            output = tree_map(without_stand_ins, self._run(leaves))
         for name, now in self.module.named_buffers():
             given = self._given.get(name)
             if given is not None and now is not given:
@@ -143,8 +202,24 @@ def capture_step(request: StepRequest) -> CapturedGraph:
         CaptureError: the step reads a tensor's value, makes a shape that depends on values, or has no loss; the message
             names the user's line.
     """
+    state = request.state or StepState(request.module)
+    request = dataclasses.replace(request, state=state)
     with collection_paused():
-        return _capture(request)
+        while True:
+            try:
+                return _capture(request)
+            except StartOver as reason:
+                state.start_over(reason.places if isinstance(reason, NeedsNumbers) else frozenset())
+                if isinstance(reason, NeedsVector):
+                    request = _with_vector(request)
+
+
+def _with_vector(request: StepRequest) -> StepRequest:
+    """The request with one more leaf, for numbers that enter the graph."""
+    assert request.state is not None and not request.state.needs_vector, "a part of the step that torch runs again"
+    request.state.needs_vector = True
+    leaf = BatchLeaf(path=NUMBERS, shape=(MOST_FED,), dtype=torch.float64, batched=False)
+    return dataclasses.replace(request, layout=BatchLayout(leaves=(*request.layout.leaves, leaf)))
 
 
 def _capture(request: StepRequest) -> CapturedGraph:
@@ -153,30 +228,31 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if export is None:
         export = _export(request, step, False)
     assert export is not None
-    for change in dict.fromkeys(step.changes):
-        request.notice(f"{request.name} {change}: this runs at capture only, real steps replay the graph")
+    batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
+    step.state.finish(tuple(constants.values()))
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
         graph_module=graph_module,
         inputs=inputs,
-        outputs=_outputs(export, step, inputs),
+        outputs=_outputs(export, step, inputs, batch_dims),
         output_spec=step.output_spec,  # type: ignore[arg-type]
         static_outputs=dict(step.static_outputs),
         constants=constants,
         has_backward=any(item.kind == "tangent" for item in inputs),
+        local=request.local,
     )
 
 
 def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExport | None:
     """The joint graph; None if blocks that looked alike have backwards that are not."""
     groups = repeated_blocks(request.module, request.parameters, request.edges) if repeat_blocks else []
-    blocks = RepeatedBlocks(request.module, groups, request.effects.count)
+    blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.watcher.uses)
     decompositions = planning_decompositions()
-    with fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
+    with step.state.watching(), fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
         arguments = _fake_arguments(request)  # outside of what notices constants: they are none
-        stack.enter_context(_step_contexts(request))
+        stack.enter_context(_step_contexts(request, step.state))
         if groups:
             blocks.make_templates(lambda: step(*arguments), decompositions)
         try:
@@ -189,15 +265,25 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
 
 
 @contextlib.contextmanager
-def _step_contexts(request: StepRequest) -> Iterator[None]:
+def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
+    unchecked: list[type] = []
     with (
-        record_sources(request.module),
+        record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
+        # Its recurrent layers are one operator that keeps what only it can read; torch's own are matrix products.
+        torch.backends.mkldnn.flags(enabled=False),
+        unchecked_distributions(unchecked),
+        whole_lists_of_constants(),
         torch.set_grad_enabled(request.training),
     ):
         yield
+    if unchecked:
+        request.notice(
+            f"{request.name} makes a {unchecked[0].__name__}, whose arguments are not checked at real steps: torch "
+            "reads their values for that (validate_args=False says that you want none of it)"
+        )
 
 
 @contextlib.contextmanager
@@ -212,24 +298,61 @@ def _explained(request: StepRequest) -> Iterator[None]:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):
                 raise CaptureError(_data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
+        if request.local:
+            raise CaptureError(f"{request.name} cannot be captured: {type(error).__name__}: {error}") from error
         raise
 
 
 def _data_dependent(cause: BaseException, error: BaseException) -> str:
-    source, text = user_line_of(cause)
-    if source == "?":
-        source, text = user_line_of(error)
+    place = place_of(cause) or place_of(error)
+    source, text = ("?", "") if place is None else (place.source, place.text)
     operator = str(getattr(cause, "func", ""))
     if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
+        remedy = "use torch.where or a mask, which keep the shape"
         return (
-            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); "
-            "use torch.where or a mask, which keep the shape"
+            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); {_remedy(place, remedy)}"
         )
     shown = ".item()" if ".item()" in text else text
-    return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
+    return f"{source} reads a tensor's value ({shown}); {_remedy(place, 'use torch.where or log the tensor')}"
 
 
-def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
+def _remedy(place: Place | None, own: str) -> str:
+    """What helps: ``own`` where the line is the user's to change."""
+    if place is not None and place.in_distributions:
+        return "torch.distributions needs them there, checks apart: draw or compute that outside of the step"
+    if place is None or place.library is None:
+        return own
+    called = "" if place.called_from is None else f", called from {place.called_from}"
+    return (
+        f"the line is in {place.library}{called}: switch it off in {place.library}'s settings if it is a check, "
+        "or call that outside of the step"
+    )
+
+
+def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
+    """The batch's dim in each flat result of the step; nothing to know where the batch is not divided."""
+    if request.batch_shards == 1:
+        return [None] * len(step.shapes)
+    lengths = {leaf.global_shape(request.batch_shards)[0] for leaf in request.layout.tensors if leaf.batched}
+
+    def shapes(times: int) -> Shapes:
+        with step.state.watching(), fake_tracing(), contextlib.ExitStack() as stack:
+            arguments = _fake_arguments(request, times)
+            stack.enter_context(_step_contexts(request, step.state))
+            step(*arguments)
+        return step.shapes
+
+    def of_twice_the_rows() -> Shapes:
+        try:
+            return shapes(2)
+        finally:
+            shapes(1)  # what the step recorded is again that of its own batch
+
+    return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows)
+
+
+def _fake_arguments(request: StepRequest, times: int = 1) -> tuple[Tensor, ...]:
+    """The step's tensors; the batch with ``times`` the rows."""
     state = [*request.parameters.values(), *request.buffers.values()]
     tensors = [
         fake_tensor_like(spec.shape, spec.stride, spec.dtype, request.device, spec.requires_grad and request.training)
@@ -237,8 +360,9 @@ def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
     ]
     for leaf in request.layout.tensors:
         assert leaf.dtype is not None
-        shape = leaf.global_shape(request.batch_shards)
-        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device))
+        shape = leaf.global_shape(request.batch_shards * times)
+        requires_grad = leaf.requires_grad and request.training
+        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device, requires_grad=requires_grad))
     return tuple(tensors)
 
 
@@ -249,7 +373,10 @@ def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...
             for name, spec in request.parameters.items()
         ),
         *(GraphInput(kind="buffer", name=name) for name in request.buffers),
-        *(GraphInput(kind="batch", name=leaf.path, batched=leaf.batched) for leaf in request.layout.tensors),
+        *(
+            GraphInput(kind="batch", name=leaf.path, batched=leaf.batched, requires_grad=leaf.requires_grad)
+            for leaf in request.layout.tensors
+        ),
     ]
     inputs = [
         known[position] if kind == "argument" else GraphInput(kind="tangent", name=str(position))
@@ -258,7 +385,9 @@ def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...
     return (*inputs, *(GraphInput(kind="constant", name=name) for name in constants))
 
 
-def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -> tuple[GraphOutput, ...]:
+def _outputs(
+    export: JointExport, step: _Step, inputs: tuple[GraphInput, ...], batch_dims: list[int | None]
+) -> tuple[GraphOutput, ...]:
     by_position = {position: inputs[i] for i, (kind, position) in enumerate(export.inputs) if kind == "argument"}
     outputs = []
     for output in export.outputs:
@@ -267,13 +396,20 @@ def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -
         kind, position = output
         if kind == "output":
             is_result = position < step.results
-            outputs.append(
-                GraphOutput(
-                    kind="output" if is_result else "log", name=str(position if is_result else position - step.results)
-                )
-            )
+            name = str(position if is_result else position - step.results)
+            what: OutputKind = "output" if is_result else "log"
+            outputs.append(GraphOutput(kind=what, name=name, batch_dim=batch_dims[position]))
         elif kind == "mutation":
-            outputs.append(GraphOutput(kind="buffer", name=by_position[position].name))
+            outputs.append(GraphOutput(kind="buffer", name=_buffer(step, by_position[position])))
         else:
-            outputs.append(GraphOutput(kind="gradient", name=by_position[position].name))
+            given = by_position[position]
+            outputs.append(GraphOutput(kind="gradient", name=given.name, of=given.kind))
     return tuple(outputs)
+
+
+def _buffer(step: _Step, changed: GraphInput) -> str:
+    (request,) = step._request
+    if request.local and changed.kind != "buffer":
+        what = "parameter" if changed.kind == "parameter" else "argument"
+        raise CaptureError(f"{request.name} changes its {what} '{changed.name}' in place; change a copy of it")
+    return changed.name

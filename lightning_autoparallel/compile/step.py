@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
+from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 
 
 class Layout(Protocol):
@@ -30,7 +33,8 @@ def run_step(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Lay
     if step.backward is None or not torch.is_grad_enabled():
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
-        return list(step.forward(everything))[: _results(step)]
+        with _autocast_off(everything):
+            return list(step.forward(everything))[: _results(step)]
     return list(_StepFunction.apply(step, layouts, *inputs))  # type: ignore[no-untyped-call]
 
 
@@ -50,9 +54,11 @@ class _StepFunction(torch.autograd.Function):
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
         by_position = _without_tangents(step, everything)
-        kept = [by_position.pop(i) for i in step.partitioned.saved_inputs]
+        changed = {item.name for item in step.partitioned.sharded.outputs if item.kind == "buffer"}
+        kept = [_kept(step, i, by_position.pop(i), changed) for i in step.partitioned.saved_inputs]
         by_position.clear()  # the forward empties its list: what is read for the last time there is freed there
-        produced = list(step.forward(everything))
+        with _autocast_off(everything):
+            produced = list(step.forward(everything))
         count = _results(step)
         results, values = _distinct(produced[:count]), produced[count:]
         ctx.save_for_backward(*kept, *values)
@@ -67,14 +73,53 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         tangents = []
-        for i in ctx.differentiable:
+        _refuse_second_derivatives(ctx.step)
+        expected = _tangent_values(ctx.step)
+        for i, value in zip(ctx.differentiable, expected, strict=True):
             shape, dtype, device = ctx.shapes[i]
             gradient = gradients[i]
-            tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+            given = torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            tangents.append(_laid_out_like(value, given))
         arguments = [*ctx.saved_tensors, *tangents]
         release_saved_tensors(ctx)
-        produced = ctx.step.backward(arguments)
+        with _autocast_off(arguments):
+            produced = _distinct(list(ctx.step.backward(arguments)))
         return None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
+
+
+def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str]) -> Tensor:
+    """What the backward reads of an input: of a buffer that the step changes, its value before."""
+    item = step.partitioned.sharded.inputs[position]
+    return tensor.clone() if item.kind == "buffer" and item.name in changed else tensor
+
+
+def _autocast_off(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The casts of a step are in its graph: a caller's autocast would add its own between."""
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def _refuse_second_derivatives(step: CompiledStep) -> None:
+    if torch.is_grad_enabled() and active_fake_mode() is None:
+        raise CaptureError(
+            f"the gradient of {step.captured.name} is to be differentiated again (create_graph=True), but its backward "
+            'is a fixed graph: compute it in the step itself under capture="step", or leave the module uncaptured'
+        )
+
+
+def _laid_out_like(expected: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` with the strides that the backward was made for; those that autograd hands over may be others."""
+    if gradient.stride() == expected.stride():
+        return gradient
+    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=gradient.dtype, device=gradient.device)
+    return laid_out.copy_(gradient)
+
+
+def _tangent_values(step: CompiledStep) -> list[Tensor]:
+    """The recorded value of every tangent, in order."""
+    nodes = step.partitioned.sharded.graph_module.graph.find_nodes(op="placeholder")
+    inputs = step.partitioned.sharded.inputs
+    return [node.meta["val"] for node, item in zip(nodes, inputs, strict=True) if item.kind == "tangent"]
 
 
 def _distinct(results: list[Tensor]) -> list[Tensor]:
@@ -103,12 +148,12 @@ def _differentiable(step: CompiledStep) -> list[int]:
 def _by_input(
     step: CompiledStep, layouts: Sequence[Layout | None], count: int, produced: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    names = [item.name for item in step.partitioned.sharded.outputs if item.kind == "gradient"]
+    names = [(item.of, item.name) for item in step.partitioned.sharded.outputs if item.kind == "gradient"]
     by_name = dict(zip(names, produced, strict=True))
     gradients: list[Tensor | None] = []
     given = [item for item in step.partitioned.sharded.inputs if item.kind != "tangent"][:count]
     for item, layout in zip(given, layouts, strict=True):
-        gradient = by_name.get(item.name) if item.kind == "parameter" else None
+        gradient = by_name.get((item.kind, item.name))
         if gradient is not None and layout is not None:
             gradient = layout.distribute(layout.unpadded(gradient))
         gradients.append(gradient)

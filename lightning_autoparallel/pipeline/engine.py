@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
+from lightning_autoparallel.apply import (
+    ParameterLayout,
+    Replacements,
+    materialise_module,
+    parameter_layouts,
+    shard_module,
+    share_buffers,
+)
 from lightning_autoparallel.capture import (
     BatchLayout,
     StepEffects,
     StepRequest,
+    StepState,
     TensorSpec,
     Watcher,
     check_edges,
+    check_rows,
     describe_batch,
+    describe_call,
     flatten_batch,
+    leaf_counters,
+    made_again,
+    ragged_part,
 )
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_rows, check_same_step
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
+from lightning_autoparallel.pipeline.agreement import (
+    StepIdentity,
+    check_same_call,
+    check_same_rows,
+    check_same_step,
+)
+from lightning_autoparallel.pipeline.local_calls import call_state, named_state, passed_on, records_gradients, state_of
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.plan.named import plan_axes
@@ -38,20 +58,30 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture."""
+    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture.
+
+    A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
+    this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
+    ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
+    unknown.
+    """
 
     name: str
     run: Callable[[Any, Watcher], Any]
     effects: Callable[[Watcher], StepEffects]
     training: bool
     loss_leaf: Callable[[Any], Tensor] | None = None
+    local: bool = False
+    path: str = ""
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one real step gave: its result, and the tensors that its recorded effects replay with.
 
-    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows.
+    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
+    counters and other numbers that the step found.
     """
 
     output: Any
@@ -59,17 +89,24 @@ class StepResult:
     effect_tensors: tuple[Tensor, ...]
     effect_whole: tuple[bool, ...]
     step: CompiledStep
+    numbers: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Variant:
     step: CompiledStep
-    watcher: Watcher
+    state: StepState
     effects: StepEffects
     layouts: tuple[ParameterLayout | None, ...]
 
-    def holds(self, counters: Mapping[str, int]) -> bool:
-        return all(guard.holds(counters) for guard in self.watcher.guards)
+    def holds(self, counters: Mapping[str, Any]) -> bool:
+        return self.state.holds(self.state.values(counters))
+
+    def at_this_step(self) -> CompiledStep:
+        """The step with the constants that Python finds now."""
+        if not self.state.feeds:
+            return self.step
+        return dataclasses.replace(self.step, constants=self.state.constants(self.step.constants))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +121,21 @@ class PreparedStep:
     layouts: tuple[ParameterLayout | None, ...]
 
 
+@dataclass(frozen=True)
+class ReadyStep:
+    """A captured step and the batch that it will run on."""
+
+    _engine: StepEngine
+    _call: StepCall
+    _variant: _Variant
+    _leaves: Sequence[tuple[str, Any]]
+    _counters: Mapping[str, int]
+
+    def run(self, around: Around = contextlib.nullcontext) -> StepResult:
+        """Run it inside ``around()``; every rank calls it alike."""
+        return self._engine._run(self._call, self._variant, self._leaves, self._counters, around)
+
+
 @dataclass
 class StepEngine:
     """Holds one module's captured steps; ``draws`` numbers the steps that drew random numbers, for their seeds."""
@@ -96,8 +148,10 @@ class StepEngine:
     draws: int = 0
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
+    replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
     def random_state(self) -> dict[str, int]:
@@ -121,13 +175,15 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
         materialise_module(self.module, self.layouts, self.device)
-        shard_module(self.module, self.layouts, self.device)
+        shard_module(self.module, self.layouts, self.device, self.replacements)
         self.module.to(self.device)
+        share_buffers(self.module)
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
         leaves, rebuild = flatten_batch(batch)
-        return self._variant(call, leaves, rebuild, counters).step.report
+        call, layout = self._described(call, batch, leaves)
+        return self._variant(call, layout, leaves, rebuild, counters).step.report
 
     def find(self, call: StepCall, leaves: Sequence[tuple[str, Any]]) -> PreparedStep | None:
         """The step captured for a batch of such leaves, of which only shapes are read; None, on all ranks, if none is.
@@ -137,7 +193,7 @@ class StepEngine:
         """
         layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
         known = self._variants.get((call.name, layout, state), [])
-        index = next((i for i, variant in enumerate(known) if variant.holds({})), None)
+        index = next((i for i, variant in enumerate(known) if variant.holds(_static(leaves))), None)
         if index is None:
             self._check_agreement(call, layout, [], -1, state)
             return None
@@ -163,42 +219,91 @@ class StepEngine:
         Raises:
             ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
             CaptureError: the step cannot be captured, or changes with every batch.
+            RanksDifferError: ranks call a module with arguments of different shapes; all raise it, and nothing has run.
         """
-        leaves, rebuild = flatten_batch(batch)
-        variant = self._variant(call, leaves, rebuild, counters)
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
-        inputs = [*parameters.values(), *buffers.values(), *tensors]
-        with self.seeded(variant.step), around():
-            results = run_step(variant.step, inputs, variant.layouts)
-        return self._distribute(variant, results, buffers)
+        return self.ready(call, batch, counters).run(around)
 
-    def _distribute(self, variant: _Variant, results: list[Tensor], buffers: Mapping[str, Tensor]) -> StepResult:
-        captured = variant.step.captured
+    def ready(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> ReadyStep:
+        """The same, up to where the step runs; nothing has happened where this raises."""
+        leaves, rebuild = flatten_batch(batch)
+        call, layout = self._described(call, batch, leaves)
+        return ReadyStep(self, call, self._variant(call, layout, leaves, rebuild, counters), leaves, counters)
+
+    def _run(
+        self,
+        call: StepCall,
+        variant: _Variant,
+        leaves: Sequence[tuple[str, Any]],
+        counters: Mapping[str, int],
+        around: Around,
+    ) -> StepResult:
+        state = variant.state
+        numbers, found = state.values({**counters, **_static(leaves)}), state.writes.prepare()
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        parameters, buffers = self._state_at(call, variant.step)
+        inputs = [*parameters, *buffers.values(), *(t.contiguous() if call.local else t for t in tensors)]
+        if state.needs_vector:
+            fed = state.watcher.numbers(numbers)
+            inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
+        with self.seeded(variant.step), around():
+            results = run_step(variant.at_this_step(), inputs, variant.layouts)
+        return self._distribute(variant, results, buffers, numbers, found, tensors)
+
+    def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
+        if not call.local:
+            return call, describe_batch(leaves, self.batch_dims)
+        training = call.training and records_gradients(self._owner(call), [leaf for _, leaf in leaves])
+        name = call.name if training else f"{call.name}:inference"
+        return replace(call, training=training, name=name), describe_call(batch, self.device, training)
+
+    def _owner(self, call: StepCall) -> nn.Module:
+        return self.module.get_submodule(call.path)
+
+    def _state_at(self, call: StepCall, step: CompiledStep) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The parameters that a step reads, and its buffers by name, as they are now."""
+        if call.local:
+            return state_of(self.module, step.captured)
+        return list(self.module.parameters()), dict(self.module.named_buffers())
+
+    def _distribute(
+        self,
+        variant: _Variant,
+        results: list[Tensor],
+        buffers: Mapping[str, Tensor],
+        numbers: Mapping[str, Any],
+        found: Mapping[int, Any],
+        batch: Sequence[Tensor],
+    ) -> StepResult:
+        captured, writes = variant.step.captured, variant.state.writes
         outputs, effects = take_apart(captured, results, buffers)
+        logged = len(effects) - len(writes.tensors)
+        writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found)
+        statics = {i: made_again(leaf, numbers) for i, leaf in passed_on(captured.static_outputs, batch).items()}
         return StepResult(
-            output=tree_unflatten(with_statics(outputs, captured.static_outputs), captured.output_spec),
+            output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
             effects=variant.effects,
-            effect_tensors=tuple(effects),
-            effect_whole=_whole_effects(variant.step),
+            effect_tensors=tuple(effects[:logged]),
+            effect_whole=_whole_effects(variant.step)[:logged],
             step=variant.step,
+            numbers=numbers,
         )
 
     def _variant(
         self,
         call: StepCall,
+        layout: BatchLayout,
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
     ) -> _Variant:
-        layout = describe_batch(leaves, self.batch_dims)
-        state = self._module_state()
+        state = call_state(self._owner(call), call.training, self.device) if call.local else self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
-        index = next((i for i, variant in enumerate(known) if variant.holds(counters)), len(known))
+        found = {**counters, **_static(leaves)}
+        index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
-            self._check_shared_rows(layout, leaves)
+            self._check_shared_rows(call, layout, leaves)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 
@@ -212,19 +317,30 @@ class StepEngine:
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
     ) -> None:
+        if call.local:
+            batch = f"{layout} in {layout.structure}"
+            mine = StepIdentity(name=call.name, batch=batch, values={}, variant=variant, module_state=repr(state))
+            check_same_call(self.context.control, mine)
+            if layout.refused:
+                raise CaptureError(f"{call.name}: {layout.refused}")
+            return
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
+        values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
         check_same_step(
             self.context.control,
             StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
         )
 
-    def _check_shared_rows(self, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows."""
+    def _check_shared_rows(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
+
+        What a module hands to the next carries a gradient; it may differ in the last bit.
+        """
         mesh = self.context.mesh
         if mesh.device_mesh.size() == mesh.data_parallel_size:
             return
-        batched = {leaf.path for leaf in layout.leaves if leaf.batched}
+        batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
         digests = {path: _digest(leaf) for path, leaf in leaves if path in batched}
         check_same_rows(self.context.control, mesh.data_parallel_rank, digests)
 
@@ -238,36 +354,63 @@ class StepEngine:
         known: list[_Variant],
     ) -> _Variant:
         self._count_capture(call, layout, known)
-        watcher = Watcher(counters)
+        self._check_batch(call, leaves, rebuild)
+        watcher = Watcher({**counters, **_static(leaves)})
+        state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
-            watcher.start()
             return call.run(rebuild(values), watcher)
 
+        parameters, buffers = named_state(self.module, call.path)
         request = StepRequest(
             name=call.name,
             module=self.module,
             run=run,
-            parameters={name: TensorSpec.of(parameter) for name, parameter in self.module.named_parameters()},
-            buffers={name: TensorSpec.of(buffer) for name, buffer in self.module.named_buffers()},
+            parameters={name: TensorSpec.of(parameter) for name, parameter in parameters.items()},
+            buffers={name: TensorSpec.of(buffer) for name, buffer in buffers.items()},
             layout=layout,
             static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
-            batch_shards=self.context.mesh.data_parallel_size,
+            batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
+            local=call.local,
             device=self.device,
             effects=effects,
             training=call.training,
             loss_leaf=call.loss_leaf,
+            state=state,
             notice=self.context.warn,
             edges=self._edges(),
         )
-        step = build_step(request, self.context)
+        try:
+            step = build_step(request, self.context)
+        except AutoParallelError:
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
         self.reports[call.name] = step.report
-        others = (None,) * (len(request.buffers) + len(layout.tensors))
+        others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
         return _Variant(
-            step=step, watcher=watcher, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
+            step=step, state=state, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
+
+    def _check_batch(
+        self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]
+    ) -> None:
+        """Whether the batch can be divided into rows by dim 0 of its tensors."""
+        if call.local or self.context.mesh.data_parallel_size == 1:
+            return
+        ragged = ragged_part(rebuild([leaf for _, leaf in leaves]))
+        if ragged is not None:
+            raise CaptureError(
+                f"the batch of {call.name} holds a {ragged}, whose tensors have no common dim for rows: it cannot "
+                "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
+            )
+        # Later kinds of batches may be what is left at an epoch's end.
+        known = self.batch_dims is not None or self._captures[call.name] > 1
+        doubt = None if known else check_rows(leaves, call.rows)
+        if doubt is not None:
+            self.context.warn_once(doubt)
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""
@@ -286,14 +429,18 @@ class StepEngine:
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
     def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
+        differences = known[-1].state.differences() if known else []
+        numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
+        self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
         count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
         limit = self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
+                reason = f"{reason}: {differences[0]}" if differences else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return
-        guards = [guard for variant in known for guard in variant.watcher.guards]
+        guards = [guard for variant in known for guard in variant.state.watcher.guards]
         if guards:
             raise CaptureError(
                 f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
@@ -317,6 +464,11 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Leaves that are no tensors, by the names that the captured step knows them by."""
+    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
 
 
 def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:

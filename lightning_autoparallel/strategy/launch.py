@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from lightning.pytorch import LightningModule
-
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningModule, check_flavour
 
 
 def check_launch(spec: MeshSpec, world_size: int) -> None:
@@ -28,8 +27,9 @@ def check_module(module: LightningModule) -> None:
     """Refuse what a LightningModule may not do under this strategy.
 
     Raises:
-        ConfigError: manual optimisation.
+        ConfigError: manual optimisation, or it is a module of Lightning's other package.
     """
+    check_flavour(module)
     if not module.automatic_optimization:
         raise ConfigError(
             f"{type(module).__name__} sets automatic_optimization=False: manual optimisation is not supported yet by "

@@ -41,6 +41,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensorMode",
     "JointExport",
+    "TorchCall",
     "active_fake_mode",
     "annotate_nodes",
     "collection_paused",
@@ -50,6 +51,7 @@ __all__ = [
     "fake_tensor_like",
     "fake_tracing",
     "is_fake",
+    "is_real",
     "lazy_graph_module",
     "nested_tracing",
     "pretend_compiling",
@@ -97,6 +99,13 @@ def fake_tensor_like(
 def is_fake(tensor: Tensor) -> bool:
     """Whether a trace made the tensor: it has no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether no trace made the tensor: it has values."""
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    )
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:
@@ -216,15 +225,22 @@ _QUESTIONS = {
 }
 
 
+TorchCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _call_it(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
 class record_frames(TorchFunctionMode):
     """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch.
 
-    Reading the value of a tensor that the step made out of Python numbers gives that value.
+    ``call(function, args, kwargs)`` makes each call that the step makes. Reading the value of a tensor that the step made out of Python numbers gives that value.
     """
 
-    def __init__(self, describe: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, describe: Callable[[Any], dict[str, Any]], call: TorchCall | None = None) -> None:
         super().__init__()
-        self._describe = describe
+        self._describe, self._call = describe, call or _call_it
         self._constants = KnownConstants()
         self._inside = False
 
@@ -241,8 +257,9 @@ class record_frames(TorchFunctionMode):
             return value
         self._inside = True
         try:
+            args = self._constants.with_places(func, args)
             with fx_traceback.annotate(self._describe(sys._getframe(1))):
-                result = func(*args, **(kwargs or {}))
+                result = self._call(func, args, kwargs or {})
         finally:
             self._inside = False
         self._constants.observe(func, args, kwargs or {}, result)

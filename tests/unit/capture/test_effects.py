@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autoparallel.capture.effects import NoEffects, undone_afterwards
+from tests.unit._graphs import captured
 
 
 class Stateful(nn.Module):
@@ -87,3 +89,28 @@ def test_a_pure_step_changes_nothing():
     with undone_afterwards(Stateful(), changes), NoEffects().recording():
         torch.ones(2).sum()
     assert changes == [] and NoEffects().tensors() == []
+
+
+class Frozen(OrderedDict):
+    """A configuration that refuses changes, and copies too."""
+
+    def refuse(self, *_):
+        raise TypeError("frozen")
+
+    __delitem__ = clear = update = copy = pop = refuse
+
+
+class WithFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.config, self.seen = nn.Linear(4, 4), Frozen(width=4), OrderedDict(b=1, a=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["c"] = self.seen.pop("b") + self.config["width"]
+        return self.linear(x).sum()
+
+
+def test_containers_that_refuse_changes_are_left_alone():
+    module = WithFrozen()
+    captured(module, torch.ones(2, 4))
+    assert module.config == {"width": 4} and list(module.seen.items()) == [("b", 1), ("a", 2)]

@@ -1,0 +1,200 @@
+"""What the step's Python calls and finds in globals and closures, seen by the interpreter's profile hook."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dis
+import gc
+import io
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_autoparallel.capture.places import Place
+from lightning_autoparallel.capture.reads import StateReads
+from lightning_autoparallel.capture.sources import is_user_file, user_line
+
+_RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_global_rank", "get_group_rank")
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier")
+_COLLECTIVES += ("broadcast_object_list", "gather", "scatter", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_COLLECTIVES += ("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group")
+
+
+class StepCalls:
+    """While ``watching``, tells ``reads`` of globals and closures of user files, and refuses what has no guard."""
+
+    def __init__(self, reads: StateReads) -> None:
+        self._reads = reads
+        self._seen: set[CodeType] = set()
+        self._asks = _questions()
+        self._clocks = {id(function): f"{function.__module__}.{function.__name__}" for function in _clocks()}
+        self._opens = {id(builtins.open), id(io.open), id(os.open)}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The step runs inside."""
+        before = sys.getprofile()
+        self._seen.clear()
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Control is in torch."""
+        before = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if not self._reads.on:
+            return
+        if event == "c_call":
+            self._builtin(frame, argument)
+        elif event == "call":
+            code = frame.f_code
+            if code in self._asks and frame.f_back is not None and not _is_machinery(frame.f_back):
+                raise self._reads.refuse(f"{user_line(frame)} {self._asks[code]}")
+            if code not in self._seen and is_user_file(code.co_filename):
+                self._seen.add(code)
+                with self._reads.paused():
+                    found = _function_of(frame)
+                self._enter(frame, found)
+
+    def _builtin(self, frame: FrameType, function: Any) -> None:
+        if id(function) in self._clocks and is_user_file(frame.f_code.co_filename):
+            raise self._reads.refuse(
+                f"{user_line(frame)} asks for the time ({self._clocks[id(function)]}), which would stay that of capture"
+            )
+        if id(function) in self._opens and is_user_file(frame.f_code.co_filename):
+            raise self._reads.refuse(f"{user_line(frame)} opens a file, which would happen at capture only")
+
+    def _enter(self, frame: FrameType, function: FunctionType | None) -> None:
+        """A function of the user's is called for the first time in this run."""
+        table = frame.f_globals
+        module = str(table.get("__name__", "?")).rpartition(".")[2]
+        for name, attributes in _global_names(frame.f_code):
+            if name in table:
+                self._note(Place("global", table, name, f"{module}.{name}"), table[name])
+                for attribute in attributes:
+                    self._of_module(table[name], attribute)
+        if function is None:
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            place = Place("cell", cell, None, f"{name} (of a closure)")
+            self._note(place, place.read())
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
+
+    def _of_module(self, module: Any, name: str) -> None:
+        if (
+            isinstance(module, ModuleType)
+            and name in vars(module)
+            and is_user_file(getattr(module, "__file__", None) or "<built in>")
+        ):
+            self._note(Place("global", vars(module), name, f"{module.__name__}.{name}"), vars(module)[name])
+
+    def _note(self, place: Place, value: Any) -> None:
+        if not isinstance(value, ModuleType):
+            self._reads.note_as_it_is(place, value)
+
+
+class _Held:
+    """A value in a place of its own: only its content can change."""
+
+    def __init__(self, value: Any) -> None:
+        self.cell_contents = value
+
+
+def _is_machinery(caller: FrameType) -> bool:
+    """Whether torch or the engine asks, not the step."""
+    name = str(caller.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in ("torch", __name__.partition(".")[0])
+
+
+@cache
+def _global_names(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The globals that a function loads, each with the attributes that are read from it right away."""
+    found: dict[str, dict[str, None]] = {}
+    instructions = list(dis.get_instructions(code))
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            attributes = found.setdefault(str(instruction.argval), {})
+            if following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                attributes[str(following.argval)] = None
+    return tuple((name, tuple(attributes)) for name, attributes in found.items())
+
+
+def _function_of(frame: FrameType) -> FunctionType | None:
+    """The function that runs in a frame: one of its code, and of several the one with the frame's closure."""
+    code = frame.f_code
+    if not code.co_freevars and not code.co_argcount and not code.co_kwonlyargcount:
+        return None
+    candidates = [found for found in _candidates(frame) if found.__code__ is code]
+    if not candidates:
+        candidates = [found for found in gc.get_referrers(code) if isinstance(found, FunctionType)]
+    matching = [found for found in candidates if _has_closure_of(found, frame)]
+    return matching[0] if matching else None
+
+
+def _candidates(frame: FrameType) -> Iterator[FunctionType]:
+    code = frame.f_code
+    named: list[Any] = [frame.f_globals.get(code.co_name)]
+    if code.co_argcount:
+        owner = frame.f_locals.get(code.co_varnames[0])
+        named += [vars(parent).get(code.co_name) for parent in type(owner).__mro__]
+    for found in named:
+        inner = getattr(found, "__func__", getattr(found, "fget", found))
+        if isinstance(inner, FunctionType):
+            yield inner
+
+
+def _has_closure_of(function: FunctionType, frame: FrameType) -> bool:
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values = frame.f_locals
+    return all(name not in values or _same_cell(cell, values[name]) for name, cell in names)
+
+
+def _same_cell(cell: Any, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:
+        return False
+
+
+def _questions() -> dict[CodeType, str]:
+    """Python functions whose answer is of one rank or one moment -> what the step does with them."""
+    asks = {name: f"asks for the ranks (torch.distributed.{name})" for name in _RANKS}
+    asks |= {name: f"talks to other ranks (torch.distributed.{name})" for name in _COLLECTIVES}
+    found = {
+        _code(getattr(dist, name)): f"{text}: a captured step is one program"
+        for name, text in asks.items()
+        if hasattr(dist, name)
+    }
+    for function in (uuid.uuid1, uuid.uuid4):
+        found[_code(function)] = f"makes an id (uuid.{function.__name__}), which would stay that of capture"
+    return found
+
+
+def _code(function: Callable[..., Any]) -> CodeType:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+def _clocks() -> list[Any]:
+    names = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
+    return [*(getattr(time, name) for name in names), os.urandom]

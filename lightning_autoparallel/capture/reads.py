@@ -1,0 +1,313 @@
+"""What a step's Python reads and writes beside tensors, noted while the step is captured; see README.md."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_autoparallel.capture.instrument import Instrument, can_instrument
+from lightning_autoparallel.capture.places import MISSING, Place, attributes_of
+from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, is_fixed, is_number
+from lightning_autoparallel.capture.sources import is_engine_file, user_line
+from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
+from lightning_autoparallel.capture.watch import Watcher, is_watched
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.tracing import is_real
+
+_MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.nn.modules.container"].__file__}
+# Inputs of the graph, or part of what the engine tells variants by.
+_OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
+_OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
+_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, np.random.Generator, np.random.RandomState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """One value that a step read: what was there, and the line that read it."""
+
+    place: Place
+    frozen: Frozen
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """One attribute that a step assigned or deleted: what was there before the run, and the line."""
+
+    place: Place
+    before: Any
+    line: str
+
+
+class StateReads:
+    """Follows one capture of the step from ``module`` on; ``numbers`` are the places whose numbers are inputs.
+
+    What it ``knows`` is what the step can reach: an object that the step makes itself is none of it. ``reads`` are of
+    all runs of the step, ``written`` and ``changed`` of the last one.
+    """
+
+    def __init__(self, module: nn.Module, watcher: Watcher, numbers: frozenset[Any] = frozenset()) -> None:
+        self.module, self.watcher, self.numbers = module, watcher, numbers
+        self.reads: dict[Any, Read] = {}
+        self.written: dict[Any, Written] = {}
+        self.changed: dict[int, tuple[ListStandIn | DictStandIn, str]] = {}
+        self.tensors: dict[int, tuple[Tensor, Place | None]] = {}
+        self.on = False
+        self._number_reads: set[Any] = set()
+        self._stand_ins: dict[int, ListStandIn | DictStandIn] = {}
+        self._known: dict[int, tuple[Any, str]] = {}
+        self._instrument = Instrument(self)
+        self.refusal: CaptureError | None = None
+        self._own_tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Classes of what the step can reach are instrumented inside."""
+        self._meet_module(self.module, "self")
+        try:
+            yield
+        finally:
+            self.on = False
+            self._instrument.undo()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """One run of the step: what it reads and writes is noted, and attributes are put back."""
+        self.written, self.changed, self._stand_ins = {}, {}, {}
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def written_numbers(self) -> list[Any]:
+        """Identities of places where the run found a number and left a value."""
+        entries = [
+            container.place_of(key)
+            for container, _ in self.changed.values()
+            if isinstance(container, DictStandIn)
+            for key in container.written
+        ]
+        attributes = [written.place for written in self.written.values() if is_number(written.before)]
+        return [place.identity for place in (*attributes, *entries) if place.identity in self._number_reads]
+
+    def undo_writes(self) -> None:
+        """Attributes that the run assigned are as they were before it."""
+        for written in reversed(self.written.values()):
+            written.place.write(written.before)
+
+    def restore_containers(self) -> str | None:
+        """Give containers that a run changed in place their content again; the text of the first one."""
+        found = None
+        for read in self.reads.values():
+            if read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset):
+                change = read.frozen.difference(read.frozen.value, read.place.text)
+                if change is not None:
+                    found = found or change[0]
+                    read.frozen.restore()
+        return found
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Control is in torch: what it reads is not the step's."""
+        was, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = was
+
+    # what instrumented classes tell
+
+    def knows(self, owner: Any) -> bool:
+        """Whether an object's attributes are noted now."""
+        return self.on and id(owner) in self._known
+
+    def on_read(self, owner: Any, name: str, original: Callable[[Any, str], Any]) -> Any:
+        """The attribute as the step gets it."""
+        if is_engine_file(sys._getframe(2).f_code.co_filename):
+            return original(owner, name)
+        if name.startswith("__"):
+            return self._special(owner, name, original)
+        own = attributes_of(owner)
+        is_own, before = name in own, own.get(name, MISSING)
+        static_in, static = _static(type(owner), name)
+        if static is not MISSING and hasattr(type(static), "__set__"):
+            value = original(owner, name)
+            return self.note(self._place("slot", owner, name), value) if _is_slot(static) else value
+        if is_own:
+            return self.note(self._place("attribute", owner, name), before)
+        try:
+            value = original(owner, name)
+        except AttributeError:
+            self.note(self._place("attribute", owner, name), MISSING)
+            raise
+        if name not in attributes_of(owner):  # a cached property has filled it by now
+            self.note(self._place("attribute", owner, name), MISSING)
+        if static is not MISSING and not hasattr(type(static), "__get__"):
+            return self.note(self._place("attribute", static_in, name), value)
+        return value
+
+    def on_write(self, owner: Any, name: str) -> None:
+        """An attribute is about to be assigned or deleted."""
+        static = _static(type(owner), name)[1]
+        if static is not MISSING and hasattr(type(static), "__set__") and not _is_slot(static):
+            return  # what the property's code assigns is seen
+        place = self._place("slot" if _is_slot(static) else "attribute", owner, name)
+        if place.identity not in self.written:
+            self.written[place.identity] = Written(place=place, before=place.read(), line=user_line())
+
+    def _special(self, owner: Any, name: str, original: Callable[[Any, str], Any]) -> Any:
+        value = original(owner, name)
+        if name == "__dict__" and not _asked_by_torch():
+            if isinstance(owner, nn.Module):
+                raise self.refuse(f"{user_line()} reads all attributes of a module at once: they change as it trains")
+            self._note_content(self._place("slot", owner, name), value)
+        return value
+
+    def _place(self, kind: Any, owner: Any, name: str) -> Place:
+        text = owner.__name__ if isinstance(owner, type) else self._known[id(owner)][1]
+        return Place(kind, owner, name, f"{text}.{name}")
+
+    def refuse(self, message: str) -> CaptureError:
+        """The error to raise; it is raised again after the run, should the step hold it."""
+        self.refusal = self.refusal or CaptureError(message)
+        return self.refusal
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer of the module, outside of the run."""
+        return id(tensor) in self._own_tensors
+
+    def is_reached(self, value: Any) -> bool:
+        """Whether the step found an object, rather than made it."""
+        return id(value) in self._known
+
+    # what was read
+
+    def note(self, place: Place, value: Any) -> Any:
+        """The step reads ``value`` there; what it is given instead."""
+        if place.identity in self.written or is_watched(value):
+            return value
+        if isinstance(place.owner, nn.Module) and (place.key in _OF_MODULES or _is_engines(value)):
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(place, value)
+        if is_number(value) and place.identity in self.numbers:
+            return self.watcher.at_place(place, value)
+        if is_number(value):
+            self._number_reads.add(place.identity)
+        known = self.reads.get(place.identity)
+        if type(value) in (list, dict) and not _asked_by_torch():
+            if known is None:
+                self._keep(place, Frozen(value=None, kind=type(value), content=False))
+            return self._stand_in(place, value)
+        if known is None:
+            self._note_content(place, value)
+        return value
+
+    def _tensor(self, place: Place, value: Tensor) -> Tensor:
+        if is_real(value):  # others are inputs of the graph, or made by the step
+            self.tensors[id(value)] = value, place
+        return value
+
+    def note_as_it_is(self, place: Place, value: Any) -> None:
+        """The step reads ``value`` where nothing can stand in for it."""
+        if isinstance(value, Tensor):
+            self._tensor(place, value)
+        elif self.on and not is_watched(value):
+            self._note_content(place, value)
+
+    def _note_content(self, place: Place, value: Any) -> None:
+        if place.identity in self.reads:
+            return
+        try:
+            self._keep(place, Freezer(self.meet).freeze(value, place.text))
+        except TooLargeError:
+            raise self.refuse(
+                f"{user_line()} reads {place.text}, which is too large to be compared before every step"
+            ) from None
+
+    def _keep(self, place: Place, frozen: Frozen) -> None:
+        self.reads[place.identity] = Read(place=place, frozen=frozen, line=user_line())
+
+    def _stand_in(self, place: Place, value: Any) -> Any:
+        if id(value) not in self._stand_ins:
+            made = ListStandIn if type(value) is list else DictStandIn
+            self._stand_ins[id(value)] = made(value, place, self)  # type: ignore[abstract]
+        return self._stand_ins[id(value)]
+
+    # the owner of stand-ins
+
+    def item(self, place: Place, value: Any) -> Any:
+        """The step reads one entry."""
+        return self.note(place, value) if self.on else value
+
+    def whole(self, place: Place, real: Any) -> None:
+        """The step reads which entries there are; each of them is noted by itself."""
+        if self.on:
+            size = Place("size", place, None, f"the entries of {place.text}")
+            self._keep(size, Frozen(value=size.read(), kind=type(size.read())))
+
+    def changed_in_place(self, container: ListStandIn | DictStandIn) -> None:
+        """The step changes a container."""
+        self.changed.setdefault(id(container), (container, user_line()))
+
+    # objects on the way
+
+    def meet(self, value: Any, text: str) -> None:
+        """The step can reach an object: from now on its attributes are noted.
+
+        Raises:
+            CaptureError: it has a state that nothing tells of.
+        """
+        if id(value) in self._known or value is MISSING or is_fixed(value):
+            return
+        if isinstance(value, Tensor):
+            self.tensors.setdefault(id(value), (value, None))
+        elif isinstance(value, nn.Module):
+            self._meet_module(value, text)
+        elif isinstance(value, _STATEFUL) or hasattr(type(value), "__next__"):
+            raise self.refuse(f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used")
+        elif can_instrument(type(value)):
+            self._known[id(value)] = (value, text)
+            self._instrument.add(type(value))
+
+    def _meet_module(self, module: nn.Module, text: str) -> None:
+        for name, child in module.named_modules():
+            self._known[id(child)] = (child, f"{text}.{name}" if name else text)
+            self._instrument.add(type(child))
+        if module is not self.module:
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.tensors.setdefault(id(tensor), (tensor, None))
+
+
+def _asked_by_torch() -> bool:
+    """Whether torch's own bookkeeping of modules reads, rather than the code of some module."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename in _OWN_FILES and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename in _MODULE_FILES
+
+
+def _is_engines(value: Any) -> bool:
+    """Whether a capture has put a function of its own into an object."""
+    return isinstance(value, FunctionType) and is_engine_file(value.__code__.co_filename)
+
+
+def _is_slot(static: Any) -> bool:
+    return type(static) is MemberDescriptorType
+
+
+def _static(cls: type, name: str) -> tuple[Any, Any]:
+    """The class of the hierarchy that has an attribute, and what it has."""
+    for parent in cls.__mro__:
+        if name in vars(parent):
+            return parent, vars(parent)[name]
+    return None, MISSING

@@ -1,0 +1,207 @@
+"""``StepState``: all that one capture of a step follows of its Python, and what each real step makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autoparallel.capture.calls import StepCalls
+from lightning_autoparallel.capture.guards import Difference, StateGuards
+from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
+from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
+from lightning_autoparallel.capture.places import Place
+from lightning_autoparallel.capture.randomness import generators_kept
+from lightning_autoparallel.capture.reads import StateReads
+from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn, without_stand_ins
+from lightning_autoparallel.capture.watch import NeedsNumbers, Watcher, math_functions, symbolic
+from lightning_autoparallel.capture.writes import StateWrites
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.tracing import is_real
+
+_VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
+
+
+class StepState:
+    """The reads, writes, numbers and draws of one step; ``numbers`` are identities of places that are fed."""
+
+    def __init__(
+        self, module: nn.Module, watcher: Watcher | None = None, numbers: frozenset[Any] = frozenset()
+    ) -> None:
+        self.watcher = watcher or Watcher({})
+        self.module, self.numbers = module, numbers
+        self.needs_vector = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.reads = StateReads(self.module, self.watcher, self.numbers)
+        self.writes = StateWrites(self.reads)
+        self.feeds: dict[int, Place] = {}  # positions of the graph's constants that real steps read anew
+        self._calls = StepCalls(self.reads)
+        self._values_read: set[int] = set()
+        self._guards: StateGuards | None = None
+
+    def start_over(self, numbers: frozenset[Any]) -> None:
+        """Forget the capture so far; ``numbers`` are more places whose numbers are fed."""
+        self.numbers |= numbers
+        self.watcher.forget()
+        self._begin()
+
+    # while the step is captured
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around all runs of the step."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.reads.installed())
+            for name, function in math_functions().items():
+                stack.enter_context(mock.patch.object(math, name, symbolic(f"math.{name}", function)))
+            stack.callback(setattr, self.watcher, "vector", None)
+            yield
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the step's own Python, once for each run.
+
+        Raises:
+            CaptureError: the step draws from a generator that the graph does not draw from, or changed a container
+                that it was not given a stand-in for.
+        """
+        drawn: list[str] = []
+        self.watcher.start()
+        with generators_kept(drawn), self.reads.recording(), self._calls.watching():
+            yield
+        if self.reads.refusal is not None:
+            raise self.reads.refusal
+        if drawn:
+            raise CaptureError(f"the step draws from {drawn[0]}: every step would get the same numbers")
+        changed = self.reads.restore_containers()
+        if changed is not None:
+            raise CaptureError(f"the step changes {changed} in place, which would happen at capture only")
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one call of torch for the step."""
+        if not self.reads.on:  # torch runs a part of the step again, or this is no call of the step's
+            return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        args, kwargs = self._arguments(function, args, kwargs)
+        with self.reads.paused(), self._calls.paused():
+            result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        for leaf in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(leaf, Tensor) and is_real(leaf):
+                self.reads.tensors.setdefault(id(leaf), (leaf, None))
+        return result
+
+    def _arguments(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (
+            tuple(self._argument(function, value, i == 0) for i, value in enumerate(args)),
+            {name: self._argument(function, value, name == "out") for name, value in kwargs.items()},
+        )
+
+    def _argument(self, function: Callable[..., Any], value: Any, first: bool) -> Any:
+        if isinstance(value, Tensor):
+            if is_real(value):
+                self._real(function, value, first)
+            return value
+        if type(value) in (ListStandIn, DictStandIn):
+            value = without_stand_ins(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._argument(function, item, False) for item in value)
+        if isinstance(value, torch.Generator):
+            raise self.reads.refuse(
+                f"{user_line()} draws from a torch.Generator: every step would get the same numbers"
+            )
+        return read_leaf(value) if type(value) is Unread else value
+
+    def _real(self, function: Callable[..., Any], tensor: Tensor, first: bool) -> None:
+        """A tensor of the outside is used: it must have been found where a real step finds it too."""
+        name = str(getattr(function, "__name__", ""))
+        if name in ("__get__", "__set__") or self.reads.is_own(tensor):
+            return
+        if id(tensor) not in self.reads.tensors:
+            raise self.reads.refuse(
+                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep it as "
+                "a buffer or an attribute of a module"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise self.reads.refuse(
+                f"{user_line()} uses a tensor that requires a gradient and is no parameter of the module: register it"
+            )
+        if name in _VALUE_READS:
+            self._values_read.add(id(tensor))
+        if first and (name == "out" or (name.endswith("_") and not name.endswith("__")) or name[:3] in ("__i", "__s")):
+            if name not in ("__invert__", "__index__", "__int__", "__setstate__", "__sub__"):
+                raise self.reads.refuse(
+                    f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
+                )
+
+    def check_counting(self) -> None:
+        """After a run.
+
+        Raises:
+            NeedsNumbers: a number that the step read is one that it writes, so that each step finds another.
+        """
+        counted = frozenset(
+            place for place in self.reads.written_numbers() if place not in self.numbers and place in self.reads.reads
+        )
+        if counted:
+            raise NeedsNumbers(counted)
+
+    def finish(self, constants: Sequence[Tensor]) -> None:
+        """The step is captured; ``constants`` are what its graph took from outside."""
+        positions = {id(tensor): i for i, tensor in enumerate(constants)}
+        guarded = []
+        for tensor, place in self.reads.tensors.values():
+            position = positions.get(id(tensor))
+            if place is None or position is None or id(tensor) in self._values_read:
+                guarded.append((tensor, place))
+            else:
+                self.feeds[position] = place
+        self._fed_like = {i: constants[i] for i in self.feeds}
+        self._guards = StateGuards(self.reads.reads.values(), guarded)
+
+    # at each real step
+
+    def values(self, counters: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers that a real step finds: ``counters``, and those of places."""
+        return {**counters, **{name: place.read() for name, place in self.watcher.places.items()}}
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether the captured step is what Python would do now."""
+        assert self._guards is not None
+        places = self.watcher.places
+        if any(type(values[name]) is not type(self.watcher.counters[name]) for name in places):
+            return False
+        return (
+            self._guards.hold()
+            and all(_alike(self._fed_like[i], place.read()) for i, place in self.feeds.items())
+            and all(guard.holds(values) for guard in self.watcher.guards)
+        )
+
+    def differences(self) -> list[Difference]:
+        """What the step read and is not as it was."""
+        assert self._guards is not None
+        return self._guards.differences()
+
+    def constants(self, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The graph's constants for a real step: those that Python found at a place are read there."""
+        return tuple(self.feeds[i].read().to(old.device) if i in self.feeds else old for i, old in enumerate(captured))
+
+
+def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _alike(one: Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, Tensor)
+        and (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
+        and not other.requires_grad
+    )

@@ -1,0 +1,442 @@
+"""What a step's Python reads is guarded or fed, what it writes happens at each step: as in plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import uuid
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_autoparallel.errors import CaptureError
+from tests.unit.pipeline._steps import Net, Told, assert_equal, plain, run_captured, run_plainly
+
+SCALE = {"value": 1.0}
+FACTOR = 1.0
+
+
+class Weight(Net):
+    def __init__(self):
+        super().__init__()
+        self.alpha = 1.0
+
+    def between(self, i):
+        self.alpha = 1.0 + i
+
+    def step(self, x, i):
+        return self.loss(x) * self.alpha
+
+
+class Branch(Net):
+    flag = False
+
+    def between(self, i):
+        self.flag = i >= 3
+
+    def step(self, x, i):
+        return self.loss(x) * (2 if self.flag else 1)
+
+
+class ClassValue(Net):
+    factor = 1.0
+
+    def between(self, i):
+        type(self).factor = 2.0 if i >= 3 else 1.0
+
+    def step(self, x, i):
+        return self.loss(x) * self.factor
+
+
+class Config:
+    def __init__(self):
+        self.beta, self.names = 1.0, ["a"]
+
+
+class OfAnObject(Net):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+
+    def between(self, i):
+        self.config.beta = i / 10
+
+    def step(self, x, i):
+        return self.loss(x) * self.config.beta
+
+
+class OfAProperty(OfAnObject):
+    @property
+    def scaled(self):
+        return self.config.beta * 2
+
+    def step(self, x, i):
+        return self.loss(x) * self.scaled
+
+
+class OfADict(Net):
+    def __init__(self):
+        super().__init__()
+        self.groups = [{"lr": 0.1, "other": 0}]
+
+    def between(self, i):
+        self.groups[0]["lr"] *= 0.5
+        self.groups[0]["other"] += 1
+
+    def step(self, x, i):
+        return {"loss": self.loss(x), "rate": self.groups[0]["lr"]}
+
+
+class OfANewList(OfADict):
+    def between(self, i):
+        self.groups = [{"lr": 0.1 * i}]
+
+
+class OfANamespace(Net):
+    def __init__(self):
+        super().__init__()
+        self.options = SimpleNamespace(mode="mean")
+
+    def between(self, i):
+        self.options.mode = "mean" if i < 3 else "sum"
+
+    def step(self, x, i):
+        return getattr(self.linear(x).square(), self.options.mode)()
+
+
+class OfAGlobal(Net):
+    def between(self, i):
+        globals()["FACTOR"] = 2.0 if i >= 3 else 1.0
+        SCALE["value"] = 3.0 if i >= 5 else 1.0
+
+    def step(self, x, i):
+        return self.loss(x) * FACTOR * SCALE["value"]
+
+
+def scaled_by(box):
+    factor = 1.0
+
+    def set_factor(value):
+        nonlocal factor
+        factor = value
+
+    def scale(loss):
+        return loss * factor * box[0]
+
+    return scale, set_factor
+
+
+class OfAClosure(Net):
+    def __init__(self):
+        super().__init__()
+        self.box = [1.0]
+        self.scale, self.set_factor = scaled_by(self.box)
+
+    def between(self, i):
+        self.set_factor(2.0 if i >= 3 else 1.0)
+
+    def step(self, x, i):
+        return self.scale(self.loss(x))
+
+
+class OfAChild(Net):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def between(self, i):
+        self.dropout.p = 0.0 if i < 3 else 1.0
+
+    def step(self, x, i):
+        return self.dropout(self.linear(x)).square().mean() + self.loss(x)
+
+
+class PlainTensor(Net):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.ones(3)
+
+    def between(self, i):
+        self.weights = torch.full((3,), float(i))
+
+    def step(self, x, i):
+        return (self.linear(x).square() * self.weights).mean()
+
+
+class PlainTensorInPlace(PlainTensor):
+    def between(self, i):
+        self.weights += 1
+
+
+class AddedAttribute(Net):
+    def between(self, i):
+        if i == 3:
+            self.extra_weight = 2.0
+
+    def step(self, x, i):
+        return self.loss(x) * getattr(self, "extra_weight", 1.0)
+
+
+class CounterInArithmetic(Net):
+    def step(self, x, i):
+        return {"loss": self.loss(x) * (1 + i / 10) + i, "warm": min(1.0, (i + 1) / 1000), "i": -i}
+
+
+class CounterAsTensor(Net):
+    def step(self, x, i):
+        weight = torch.tensor(i) + torch.tensor([1.0, i]).sum() + torch.full((2,), i).sum()
+        return self.loss(x) * weight + torch.zeros(2).fill_(i).sum() + x.new_tensor(i) * math.exp(-i)
+
+
+class CounterDtypes(Net):
+    def step(self, x, i):
+        half, whole = x.to(torch.bfloat16), (x * 5).int()
+        results = [half * (i / 2), whole * i, whole * (i / 2), whole // (i + 1), (i + 1) ** whole.abs(), 1 - half * i]
+        results += [torch.tensor(2.0) * i, torch.tensor(2) * i, torch.tensor(2) * (i / 2), torch.where(x > 0, x, i)]
+        results += [x.clamp(max=i / 10), x > i, x.masked_fill(x > 0, i), torch.add(x, x, alpha=i), i - x, i / (x + 9)]
+        return {"loss": self.loss(x), **{str(n): value for n, value in enumerate(results)}}
+
+
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.n, self.last, self.best = 0, None, 0.0
+        self.stats = {"n": 0, "loss": None}
+
+    def step(self, x, i):
+        loss = self.loss(x)
+        self.n += 1
+        self.stats["n"] = self.stats["n"] + 2
+        self.stats["loss"] = loss.detach()
+        self.pair = (loss, [i])
+        return loss * self.n
+
+    def seen(self):
+        return [self.n, self.stats, self.pair]
+
+
+class Appends(Net):
+    def __init__(self):
+        super().__init__()
+        self.outs, self.nested = [], {"train": []}
+
+    def step(self, x, i):
+        loss = self.loss(x)
+        self.outs.append({"loss": loss.detach(), "rows": x[:, 0], "i": i})
+        self.nested["train"].append(loss.detach())
+        return loss
+
+    def seen(self):
+        return [self.outs, self.nested]
+
+
+class Shared:
+    def __init__(self):
+        self.count, self.loss = 0, None
+
+
+class WritesElsewhere(Net):
+    def __init__(self):
+        super().__init__()
+        self.shared = Shared()
+
+    def step(self, x, i):
+        self.shared.count = self.shared.count + 1
+        self.shared.loss = self.loss(x)
+        return self.shared.loss
+
+    def seen(self):
+        return [self.shared.count, self.shared.loss]
+
+
+class Caches(Net):
+    cache = None
+
+    def step(self, x, i):
+        if self.cache is None:
+            self.cache = torch.arange(3.0)
+        return (self.linear(x) * self.cache).square().mean()
+
+    def seen(self):
+        return self.cache
+
+
+class Deletes(Net):
+    def between(self, i):
+        self.temporary, self.table = i, {"a": i, "b": i}
+
+    def step(self, x, i):
+        del self.temporary
+        self.table.pop("a")
+        return self.loss(x)
+
+    def seen(self):
+        return [hasattr(self, "temporary"), self.table]
+
+
+class Strings(Net):
+    def batch(self, i):
+        return {"x": super().batch(i), "id": f"row {i}", "kind": "odd" if i % 2 else "even", "n": i}
+
+    def step(self, batch, i):
+        loss = self.loss(batch["x"])
+        if batch["kind"] == "odd":
+            loss = loss * 2
+        return {"loss": loss * batch["n"], "id": batch["id"], "index": i}
+
+
+CASES = [
+    (Weight, 2),
+    (Branch, 2),
+    (ClassValue, 2),
+    (OfAnObject, 2),
+    (OfAProperty, 2),
+    (OfADict, 2),
+    (OfANewList, 2),
+    (OfANamespace, 2),
+    (OfAGlobal, 3),
+    (OfAClosure, 2),
+    (OfAChild, 2),
+    (PlainTensor, 1),
+    (PlainTensorInPlace, 1),
+    (AddedAttribute, 2),
+    (CounterInArithmetic, 1),
+    (CounterAsTensor, 1),
+    (CounterDtypes, 1),
+    (Counts, 1),
+    (Appends, 1),
+    (WritesElsewhere, 1),
+    (Caches, 2),
+    (Deletes, 1),
+    (Strings, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "captures"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_step_is_as_in_plain_python(kind: type[Net], captures: int):
+    torch.manual_seed(0)
+    module, told = kind(), Told()
+    torch.manual_seed(0)
+    eager = kind()
+    expected = run_plainly(eager)
+    assert_equal(run_captured(module, told), expected)
+    assert_equal(plain(module.seen()), plain(eager.seen()))
+    assert told.captures == captures, told.warnings
+
+
+class Numpy(Net):
+    def step(self, x, i):
+        return self.loss(x) * np.random.rand()
+
+
+class Python(Net):
+    def step(self, x, i):
+        return self.loss(x) * random.random()
+
+
+class Clock(Net):
+    def step(self, x, i):
+        return self.loss(x) * time.time()
+
+
+class Id(Net):
+    def step(self, x, i):
+        self.name = uuid.uuid4().hex
+        return self.loss(x)
+
+
+class Generator(Net):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def step(self, x, i):
+        return self.loss(x) * torch.rand(1, generator=self.generator).sum()
+
+
+class Iterates(Net):
+    def __init__(self):
+        super().__init__()
+        self.weights = iter(range(100))
+
+    def step(self, x, i):
+        return self.loss(x) * next(self.weights)
+
+
+class Ranks(Net):
+    def step(self, x, i):
+        return self.loss(x) * torch.distributed.get_world_size()
+
+
+class ChangesGlobals(Net):
+    def step(self, x, i):
+        SCALE["calls"] = 1
+        return self.loss(x)
+
+
+class ChangesATensor(Net):
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def step(self, x, i):
+        loss = self.loss(x)
+        self.total += loss.detach()
+        return loss
+
+
+class KeepsAnObject(Net):
+    def step(self, x, i):
+        self.config = Config()
+        return self.loss(x)
+
+
+class Exactly(Net):
+    def step(self, x, i):
+        return self.loss(x) * torch.ones(int(i) + 1).mean()
+
+
+class Opaque(Net):
+    def batch(self, i):
+        return {"x": super().batch(i), "object": Config()}
+
+    def step(self, batch, i):
+        return self.loss(batch["x"]) * batch["object"].beta
+
+
+class Holds(Net):
+    def step(self, x, i):
+        try:
+            return self.loss(x) * time.time()
+        except Exception:
+            return self.loss(x)
+
+
+REFUSED = [
+    (Numpy, "draws from numpy.random"),
+    (Python, "draws from Python's random"),
+    (Clock, "asks for the time"),
+    (Id, "makes an id"),
+    (Generator, "draws from a torch.Generator"),
+    (Iterates, "moves on when it is used"),
+    (Ranks, "asks for the ranks"),
+    (ChangesGlobals, "changes test_python_state.SCALE"),
+    (ChangesATensor, "changes a tensor in place"),
+    (KeepsAnObject, "keeps a Config in self.config"),
+    (Exactly, "decides by `int(i)` differently"),
+    (Opaque, "reads batch leaf 'object', a Config"),
+    (Holds, "asks for the time"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_would_be_frozen_or_dropped_is_refused(kind: type[Net], message: str):
+    scale, state = dict(SCALE), random.getstate()
+    with pytest.raises(CaptureError) as caught:
+        run_captured(kind(), Told())
+    assert message in str(caught.value)
+    assert scale == SCALE and random.getstate() == state
