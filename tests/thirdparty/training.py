@@ -6,7 +6,7 @@ import logging
 import tempfile
 import traceback
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Outcome:
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     mode: str = ""
+    notice: str = ""  # why the step is not captured whole
     error: str = ""
     trace: str = ""
 
@@ -50,12 +51,14 @@ class _Losses(Callback):
 def train(name: str, side: str) -> Outcome:
     """Train case `name` on one `side`; an error is the outcome too."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # in a process of its own
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         try:
-            return _train(build(name), side)
+            outcome = _train(build(name), side)
         except Exception as error:
             return Outcome(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+    said = [str(warning.message) for warning in caught]
+    return replace(outcome, notice=next((text for text in said if "training_step runs in forward mode" in text), ""))
 
 
 def _train(built: Built, side: str) -> Outcome:
