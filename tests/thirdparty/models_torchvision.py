@@ -68,6 +68,13 @@ def convnext() -> nn.Module:
     return ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], stochastic_depth_prob=0.0, num_classes=5)
 
 
+def densenet() -> nn.Module:
+    """Two dense blocks."""
+    from torchvision.models import DenseNet
+
+    return DenseNet(growth_rate=8, block_config=(2, 2), num_init_features=8, num_classes=5)
+
+
 def segmentation(name: str) -> Built:
     """A class per pixel."""
     import torchvision
@@ -144,12 +151,11 @@ def augmented() -> Built:
 MODELS: dict[str, Builder] = {
     "resnet": partial(classifier, resnet),
     "mobilenet_v3_small": partial(classifier, partial(named, "mobilenet_v3_small")),
-    "shufflenet_v2": partial(classifier, partial(named, "shufflenet_v2_x0_5"), 96),
+    "densenet": partial(classifier, densenet),
     "squeezenet": partial(classifier, partial(named, "squeezenet1_1"), 64),
     "vit": partial(classifier, vit),
     "swin": partial(classifier, swin),
     "convnext": partial(classifier, convnext),
-    "mnasnet": partial(classifier, partial(named, "mnasnet0_5"), 96),
     "lraspp": partial(segmentation, "lraspp_mobilenet_v3_large"),
     "retinanet": partial(detector, "RetinaNet"),
     "fcos": partial(detector, "FCOS"),
