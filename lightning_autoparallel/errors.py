@@ -22,6 +22,10 @@ class StepFailedError(CaptureError):
     """The step raised an error of its own while it was recorded: the cause."""
 
 
+class TooManyCapturesError(CaptureError):
+    """A step or a module call was captured for ``max_captures`` kinds of batches and branches, and met another."""
+
+
 class RanksDifferError(ConfigError):
     """Ranks hold batches, or call a module on arguments, of different shapes: raised on all, before anything ran."""
 

@@ -1,9 +1,9 @@
-"""Calls of single modules as local programs: what arguments they may have, which results their graph computes."""
+"""Calls of single modules as local programs: which arguments they may have, which results are the graph's."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,28 @@ def _plain_result(name: str, result: Any) -> Any:
         f"{name} returns a {_type(result)}, which is neither tensor nor plain value, nor a container that "
         "torch.utils._pytree knows: return a tuple or a dict of tensors, or register the class there"
     )
+
+
+def check_constants(name: str, constants: Iterable[Tensor]) -> None:
+    """Refuse a call that computes with what autograd records elsewhere: its gradient would be lost.
+
+    Raises:
+        CaptureError: some constant requires a gradient.
+    """
+    for constant in constants:
+        if constant.requires_grad:
+            what = "parameter" if isinstance(constant, nn.Parameter) else "tensor that carries a gradient"
+            raise CaptureError(
+                f"{name} reads a {what} of shape {list(constant.shape)} that is neither its own nor an argument: hand "
+                "it over as an argument"
+            )
+
+
+def capture_failed(name: str, error: Exception) -> CaptureError:
+    """What a failure inside of the tracer means for a call; the caller may still run the module as it is."""
+    if "InputMutationAOTOutput" in str(error):
+        return CaptureError(f"{name} changes an argument or a parameter in place; change a copy of it")
+    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {error}")
 
 
 def _storage(tensor: Tensor) -> int:

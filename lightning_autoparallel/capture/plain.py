@@ -22,15 +22,19 @@ from torch import Tensor
 from lightning_autoparallel.capture.places import MISSING, attributes_of
 from lightning_autoparallel.torch_compat.tracing import is_real
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice)
-_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, pathlib.PurePath)
-_PLAIN += (datetime.date, datetime.timedelta, datetime.time, datetime.tzinfo, decimal.Decimal, fractions.Fraction)
-_PLAIN += (np.generic, np.dtype, re.Pattern)
+_PLAIN: tuple[type, ...] = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, pathlib.PurePath),
+    *(datetime.date, datetime.timedelta, datetime.time, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(np.generic, np.dtype, re.Pattern),
+)
 # Nothing that a step reads of them changes, or what does is read by Python that is seen.
-_FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, types.CodeType)
-_FIXED += (types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod)
-_FIXED += (classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType)
-_FIXED += (types.MemberDescriptorType, types.ClassMethodDescriptorType)
+_FIXED: tuple[type, ...] = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, types.CodeType),
+    *(types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod),
+    *(classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType),
+    *(types.MemberDescriptorType, types.ClassMethodDescriptorType),
+)
 LARGEST = 4096  # entries of the containers that one guard compares
 _LARGEST_ARRAY = 65536
 

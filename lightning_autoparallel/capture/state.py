@@ -127,8 +127,8 @@ class StepState:
             return
         if id(tensor) not in self.reads.tensors:
             raise self.reads.refuse(
-                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep it as "
-                "a buffer or an attribute of a module"
+                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep it "
+                "as a buffer or an attribute of a module"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise self.reads.refuse(
@@ -136,11 +136,10 @@ class StepState:
             )
         if name in _VALUE_READS:
             self._values_read.add(id(tensor))
-        if first and (name == "out" or (name.endswith("_") and not name.endswith("__")) or name[:3] in ("__i", "__s")):
-            if name not in ("__invert__", "__index__", "__int__", "__setstate__", "__sub__"):
-                raise self.reads.refuse(
-                    f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
-                )
+        if first and _changes(name):
+            raise self.reads.refuse(
+                f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
+            )
 
     def check_counting(self) -> None:
         """After a run.
@@ -193,6 +192,13 @@ class StepState:
     def constants(self, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The graph's constants for a real step: those that Python found at a place are read there."""
         return tuple(self.feeds[i].read().to(old.device) if i in self.feeds else old for i, old in enumerate(captured))
+
+
+def _changes(name: str) -> bool:
+    """Whether a function of this name writes into its first argument, or into ``out``."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    reads = ("__invert__", "__index__", "__int__", "__setstate__", "__sub__")
+    return name == "out" or in_place or (name[:3] in ("__i", "__s") and name not in reads)
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from lightning_autoparallel.capture.decompositions import planning_decomposition
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
 from lightning_autoparallel.capture.leaf_stand_ins import stand_in_for_leaf
-from lightning_autoparallel.capture.module_calls import own_results
+from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
@@ -231,6 +231,8 @@ def _capture(request: StepRequest) -> CapturedGraph:
     batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
+    if request.local:
+        check_constants(request.name, constants.values())
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
@@ -299,7 +301,7 @@ def _explained(request: StepRequest) -> Iterator[None]:
                 raise CaptureError(_data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
         if request.local:
-            raise CaptureError(f"{request.name} cannot be captured: {type(error).__name__}: {error}") from error
+            raise capture_failed(request.name, error) from error
         raise
 
 

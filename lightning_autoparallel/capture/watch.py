@@ -296,6 +296,7 @@ def _compare(symbol: str, function: Callable[[Any, Any], bool]) -> Callable[[Wat
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _ARITHMETIC |= {"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_ALONE: dict[str, Callable[[Any], Any]]
 _ALONE = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert}
 _ALONE |= {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
 for _name, _symbol in _ARITHMETIC.items():

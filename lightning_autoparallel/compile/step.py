@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.compile.second_order import Again, gradients_again
+from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
@@ -24,18 +25,21 @@ class Layout(Protocol):
     def distribute(self, local: Tensor) -> DTensor: ...
 
 
-def run_step(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
+def run_step(
+    step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None], again: Again | None = None
+) -> list[Tensor]:
     """The step's outputs that are no gradients, in order; differentiable ones carry a graph to the parameters.
 
     ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``layouts``
-    has an entry for each of them, None for what is no sharded parameter.
+    has an entry for each of them, None for what is no sharded parameter. ``again`` computes the results under autograd,
+    where their gradients are to be differentiated again.
     """
     if step.backward is None or not torch.is_grad_enabled():
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
         with _autocast_off(everything):
             return list(step.forward(everything))[: _results(step)]
-    return list(_StepFunction.apply(step, layouts, *inputs))  # type: ignore[no-untyped-call]
+    return list(_StepFunction.apply(step, layouts, again, *inputs))  # type: ignore[no-untyped-call]
 
 
 def _results(step: CompiledStep) -> int:
@@ -50,7 +54,9 @@ def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
 
 class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: CompiledStep, layouts: Sequence[Layout | None], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, step: CompiledStep, layouts: Sequence[Layout | None], again: Again | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
         by_position = _without_tangents(step, everything)
@@ -63,6 +69,7 @@ class _StepFunction(torch.autograd.Function):
         results, values = _distinct(produced[:count]), produced[count:]
         ctx.save_for_backward(*kept, *values)
         ctx.step, ctx.layouts, ctx.count = step, layouts, len(inputs)
+        ctx.again, ctx.inputs = again, () if again is None else inputs
         ctx.set_materialize_grads(False)
         ctx.shapes = [(result.shape, result.dtype, result.device) for result in results]
         differentiable = _differentiable(step)
@@ -73,18 +80,18 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         tangents = []
-        _refuse_second_derivatives(ctx.step)
-        expected = _tangent_values(ctx.step)
-        for i, value in zip(ctx.differentiable, expected, strict=True):
+        if torch.is_grad_enabled() and active_fake_mode() is None:
+            axes = _check_again(ctx.step, ctx.again)
+            return None, None, None, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
+        for i in ctx.differentiable:
             shape, dtype, device = ctx.shapes[i]
             gradient = gradients[i]
-            given = torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            tangents.append(_laid_out_like(value, given))
-        arguments = [*ctx.saved_tensors, *tangents]
+            tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+        arguments = [*ctx.saved_tensors, *_laid_out(ctx.step, tangents)]
         release_saved_tensors(ctx)
         with _autocast_off(arguments):
             produced = _distinct(list(ctx.step.backward(arguments)))
-        return None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
+        return None, None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
 
 
 def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str]) -> Tensor:
@@ -99,27 +106,31 @@ def _autocast_off(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-def _refuse_second_derivatives(step: CompiledStep) -> None:
-    if torch.is_grad_enabled() and active_fake_mode() is None:
+def _check_again(step: CompiledStep, again: Again | None) -> Sequence[PlanAxis]:
+    if again is None or step.has_random_ops:
+        draws = ", and it draws random numbers, so that it cannot be run again" * (again is not None)
         raise CaptureError(
             f"the gradient of {step.captured.name} is to be differentiated again (create_graph=True), but its backward "
-            'is a fixed graph: compute it in the step itself under capture="step", or leave the module uncaptured'
+            f"is a fixed graph{draws}: leave the module uncaptured"
         )
+    return step.partitioned.sharded.axes
 
 
-def _laid_out_like(expected: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient`` with the strides that the backward was made for; those that autograd hands over may be others."""
-    if gradient.stride() == expected.stride():
-        return gradient
-    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=gradient.dtype, device=gradient.device)
-    return laid_out.copy_(gradient)
+def _laid_out(step: CompiledStep, tangents: list[Tensor]) -> list[Tensor]:
+    """``tangents`` with the strides that the backward was made for; those that autograd hands over may be others."""
+    if not any(tangent.dim() for tangent in tangents):
+        return tangents
+    backward = step.partitioned.backward
+    assert backward is not None
+    nodes = list(backward.graph.find_nodes(op="placeholder"))[-len(tangents) :]
+    return [_laid_out_like(node.meta["val"], tangent) for node, tangent in zip(nodes, tangents, strict=True)]
 
 
-def _tangent_values(step: CompiledStep) -> list[Tensor]:
-    """The recorded value of every tangent, in order."""
-    nodes = step.partitioned.sharded.graph_module.graph.find_nodes(op="placeholder")
-    inputs = step.partitioned.sharded.inputs
-    return [node.meta["val"] for node, item in zip(nodes, inputs, strict=True) if item.kind == "tangent"]
+def _laid_out_like(expected: Tensor, tangent: Tensor) -> Tensor:
+    if tangent.stride() == expected.stride():
+        return tangent
+    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=tangent.dtype, device=tangent.device)
+    return laid_out.copy_(tangent)
 
 
 def _distinct(results: list[Tensor]) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from lightning_autoparallel.apply import (
 )
 from lightning_autoparallel.capture import (
     BatchLayout,
-    StepEffects,
     StepRequest,
     StepState,
     TensorSpec,
@@ -33,107 +31,33 @@ from lightning_autoparallel.capture import (
     describe_batch,
     describe_call,
     flatten_batch,
-    leaf_counters,
-    made_again,
     ragged_part,
 )
-from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError, TooManyCapturesError
 from lightning_autoparallel.pipeline.agreement import (
     StepIdentity,
     check_same_call,
     check_same_rows,
     check_same_step,
 )
-from lightning_autoparallel.pipeline.local_calls import call_state, named_state, passed_on, records_gradients, state_of
-from lightning_autoparallel.pipeline.results import take_apart, with_statics
+from lightning_autoparallel.pipeline.local_calls import (
+    call_state,
+    named_state,
+    records_gradients,
+)
+from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
+from lightning_autoparallel.pipeline.step_calls import (
+    Around,
+    PreparedStep,
+    StepCall,
+    StepResult,
+    Variant,
+    static_leaves,
+)
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
-from lightning_autoparallel.torch_compat.tree import tree_unflatten
-
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCall:
-    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture.
-
-    A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
-    this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
-    ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
-    unknown.
-    """
-
-    name: str
-    run: Callable[[Any, Watcher], Any]
-    effects: Callable[[Watcher], StepEffects]
-    training: bool
-    loss_leaf: Callable[[Any], Tensor] | None = None
-    local: bool = False
-    path: str = ""
-    rows: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one real step gave: its result, and the tensors that its recorded effects replay with.
-
-    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
-    counters and other numbers that the step found.
-    """
-
-    output: Any
-    effects: StepEffects
-    effect_tensors: tuple[Tensor, ...]
-    effect_whole: tuple[bool, ...]
-    step: CompiledStep
-    numbers: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Variant:
-    step: CompiledStep
-    state: StepState
-    effects: StepEffects
-    layouts: tuple[ParameterLayout | None, ...]
-
-    def holds(self, counters: Mapping[str, Any]) -> bool:
-        return self.state.holds(self.state.values(counters))
-
-    def at_this_step(self) -> CompiledStep:
-        """The step with the constants that Python finds now."""
-        if not self.state.feeds:
-            return self.step
-        return dataclasses.replace(self.step, constants=self.state.constants(self.step.constants))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedStep:
-    """A captured step that others than the engine run, and what ranks must agree on before they do."""
-
-    call: StepCall
-    layout: BatchLayout
-    index: int
-    module_state: Any
-    step: CompiledStep
-    layouts: tuple[ParameterLayout | None, ...]
-
-
-@dataclass(frozen=True)
-class ReadyStep:
-    """A captured step and the batch that it will run on."""
-
-    _engine: StepEngine
-    _call: StepCall
-    _variant: _Variant
-    _leaves: Sequence[tuple[str, Any]]
-    _counters: Mapping[str, int]
-
-    def run(self, around: Around = contextlib.nullcontext) -> StepResult:
-        """Run it inside ``around()``; every rank calls it alike."""
-        return self._engine._run(self._call, self._variant, self._leaves, self._counters, around)
 
 
 @dataclass
@@ -149,7 +73,7 @@ class StepEngine:
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
     replacements: Replacements = field(default_factory=Replacements)
-    _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
+    _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
@@ -193,7 +117,7 @@ class StepEngine:
         """
         layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
         known = self._variants.get((call.name, layout, state), [])
-        index = next((i for i, variant in enumerate(known) if variant.holds(_static(leaves))), None)
+        index = next((i for i, variant in enumerate(known) if variant.holds(static_leaves(leaves))), None)
         if index is None:
             self._check_agreement(call, layout, [], -1, state)
             return None
@@ -227,27 +151,15 @@ class StepEngine:
         """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
         call, layout = self._described(call, batch, leaves)
-        return ReadyStep(self, call, self._variant(call, layout, leaves, rebuild, counters), leaves, counters)
-
-    def _run(
-        self,
-        call: StepCall,
-        variant: _Variant,
-        leaves: Sequence[tuple[str, Any]],
-        counters: Mapping[str, int],
-        around: Around,
-    ) -> StepResult:
-        state = variant.state
-        numbers, found = state.values({**counters, **_static(leaves)}), state.writes.prepare()
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        parameters, buffers = self._state_at(call, variant.step)
-        inputs = [*parameters, *buffers.values(), *(t.contiguous() if call.local else t for t in tensors)]
-        if state.needs_vector:
-            fed = state.watcher.numbers(numbers)
-            inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
-        with self.seeded(variant.step), around():
-            results = run_step(variant.at_this_step(), inputs, variant.layouts)
-        return self._distribute(variant, results, buffers, numbers, found, tensors)
+        return ReadyStep(
+            engine=self,
+            call=call,
+            variant=self._variant(call, layout, leaves, rebuild, counters),
+            layout=layout,
+            leaves=leaves,
+            rebuild=rebuild,
+            counters=counters,
+        )
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
         if not call.local:
@@ -259,35 +171,6 @@ class StepEngine:
     def _owner(self, call: StepCall) -> nn.Module:
         return self.module.get_submodule(call.path)
 
-    def _state_at(self, call: StepCall, step: CompiledStep) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The parameters that a step reads, and its buffers by name, as they are now."""
-        if call.local:
-            return state_of(self.module, step.captured)
-        return list(self.module.parameters()), dict(self.module.named_buffers())
-
-    def _distribute(
-        self,
-        variant: _Variant,
-        results: list[Tensor],
-        buffers: Mapping[str, Tensor],
-        numbers: Mapping[str, Any],
-        found: Mapping[int, Any],
-        batch: Sequence[Tensor],
-    ) -> StepResult:
-        captured, writes = variant.step.captured, variant.state.writes
-        outputs, effects = take_apart(captured, results, buffers)
-        logged = len(effects) - len(writes.tensors)
-        writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found)
-        statics = {i: made_again(leaf, numbers) for i, leaf in passed_on(captured.static_outputs, batch).items()}
-        return StepResult(
-            output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
-            effects=variant.effects,
-            effect_tensors=tuple(effects[:logged]),
-            effect_whole=_whole_effects(variant.step)[:logged],
-            step=variant.step,
-            numbers=numbers,
-        )
-
     def _variant(
         self,
         call: StepCall,
@@ -295,11 +178,11 @@ class StepEngine:
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
-    ) -> _Variant:
+    ) -> Variant:
         state = call_state(self._owner(call), call.training, self.device) if call.local else self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
-        found = {**counters, **_static(leaves)}
+        found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
@@ -351,11 +234,11 @@ class StepEngine:
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
-        known: list[_Variant],
-    ) -> _Variant:
+        known: list[Variant],
+    ) -> Variant:
         self._count_capture(call, layout, known)
         self._check_batch(call, leaves, rebuild)
-        watcher = Watcher({**counters, **_static(leaves)})
+        watcher = Watcher({**counters, **static_leaves(leaves)})
         state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
         effects = call.effects(watcher)
 
@@ -390,7 +273,7 @@ class StepEngine:
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
-        return _Variant(
+        return Variant(
             step=step, state=state, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
 
@@ -428,7 +311,7 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
-    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
+    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> None:
         differences = known[-1].state.differences() if known else []
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
         self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
@@ -441,14 +324,18 @@ class StepEngine:
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
-        if guards:
-            raise CaptureError(
+        if guards and len(known) > 1:
+            raise TooManyCapturesError(
                 f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
                 f"of {call.name} were captured; compute it on tensors, or raise max_captures"
             )
-        raise CaptureError(
-            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
-            "shapes, or raise max_captures"
+        if differences:
+            raise TooManyCapturesError(
+                f"{call.name} finds {differences[0]}: it differs at nearly every step, {limit} variants were captured"
+            )
+        raise TooManyCapturesError(
+            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad them to a few "
+            "shapes (pad_to_multiple_of for lengths, drop_last=True for rows), or raise max_captures"
         )
 
     @contextlib.contextmanager
@@ -464,17 +351,6 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
-
-
-def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Leaves that are no tensors, by the names that the captured step knows them by."""
-    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
-
-
-def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
-    sharded = step.partitioned.sharded
-    pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
-    return tuple(all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log")
 
 
 def _digest(tensor: Tensor) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_autoparallel.contracts import CapturedGraph, PassedOn
+from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 
 def records_gradients(owner: nn.Module, arguments: Sequence[Any]) -> bool:
@@ -44,6 +45,42 @@ def state_of(root: nn.Module, captured: CapturedGraph) -> tuple[list[Tensor], di
     parameters = [root.get_parameter(item.name) for item in captured.inputs if item.kind == "parameter"]
     buffers = {item.name: root.get_buffer(item.name) for item in captured.inputs if item.kind == "buffer"}
     return list(parameters), buffers
+
+
+def runs_again(
+    root: nn.Module, captured: CapturedGraph, run: Callable[[list[Tensor]], Any], device: torch.device
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """The call without its graph: from the graph's inputs, whole, its results, recorded by autograd.
+
+    ``run`` takes the batch's tensors. It starts from the buffers that there are now, of which it changes copies, and
+    runs under the autocast that there is now.
+    """
+    names = [item.name for item in captured.inputs if item.kind in ("parameter", "buffer")]
+    changed = [item.name for item in captured.outputs if item.kind == "buffer"]
+    buffers = {name: root.get_buffer(name).clone() for name in changed}
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def again(inputs: Sequence[Tensor]) -> list[Tensor]:
+        state = dict(zip(names, inputs, strict=False)) | {name: value.clone() for name, value in buffers.items()}
+        called = {f"root.{name}": value for name, value in state.items()}
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            result = torch.func.functional_call(_Called(root, run), called, (list(inputs[len(names) :]),))
+        leaves = tree_flatten(result)[0]
+        return [leaf for i, leaf in enumerate(leaves) if i not in captured.static_outputs]
+
+    return again
+
+
+class _Called(nn.Module):
+    """``run`` as a module around the state that it reads."""
+
+    def __init__(self, root: nn.Module, run: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__()
+        self.root, self._run = root, run
+
+    def forward(self, batch: list[Tensor]) -> Any:
+        return self._run(batch)
 
 
 def passed_on(statics: Mapping[int, Any], batch: Sequence[Tensor]) -> dict[int, Any]:

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lightning_autoparallel.errors import CaptureError, ConfigError, RanksDifferError, UnsupportedOpError, did_you_mean
+from lightning_autoparallel.errors import (
+    CaptureError,
+    ConfigError,
+    RanksDifferError,
+    TooManyCapturesError,
+    UnsupportedOpError,
+    did_you_mean,
+)
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.torch_compat.module_calls import Original, intercepted_calls
@@ -50,7 +57,8 @@ class ModuleCalls:
     def __init__(self, engine: StepEngine, host: CallHost, names: Sequence[str] | None = None) -> None:
         self._engine, self._host, self._names = engine, host, names
         self._paths = _captured_paths(engine.module, names)
-        self._eager: set[str] = set()
+        self._eager: set[str] = set()  # modules whose own code runs, and may call captured ones
+        self._never: set[str] = set()  # those that call none either
         self._inside = False
         self.parameters = WholeParameters(engine.context.mesh)
 
@@ -74,14 +82,20 @@ class ModuleCalls:
         if self._inside or known is None or known[0] in self._eager:
             return original(module, *args, **kwargs)
         path = known[0]
+        if path in self._never:
+            return self._run_eagerly(original, module, args, kwargs)
         try:
             with self.eager(), self.parameters.paused():
                 call = self._host.module_call(path, module)
                 result = self._engine.execute(call, (args, kwargs), self._host.counters())
         except RanksDifferError as difference:
             self._host.warn(f"{self._shown(path)} runs uncaptured where {difference}")
-            with self.eager():
-                return original(module, *args, **kwargs)
+            return self._run_eagerly(original, module, args, kwargs)
+        except TooManyCapturesError as error:
+            # Its parts would meet as many kinds of arguments.
+            self._never.add(path)
+            self._host.warn(f"{self._shown(path)} and what it calls run uncaptured from here on: {error}")
+            return self._run_eagerly(original, module, args, kwargs)
         except NOT_CAPTURED as error:
             self._eager.add(path)
             shown = f"{self._shown(path)} ({type(module).__name__})"
@@ -89,6 +103,10 @@ class ModuleCalls:
             return original(module, *args, **kwargs)
         self._host.replay(result)
         return result.output
+
+    def _run_eagerly(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.eager():
+            return original(module, *args, **kwargs)
 
     def _shown(self, path: str) -> str:
         return f"module '{path}'" if path else type(self._engine.module).__name__

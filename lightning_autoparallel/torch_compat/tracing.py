@@ -235,7 +235,8 @@ def _call_it(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 class record_frames(TorchFunctionMode):
     """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch.
 
-    ``call(function, args, kwargs)`` makes each call that the step makes. Reading the value of a tensor that the step made out of Python numbers gives that value.
+    ``call(function, args, kwargs)`` makes each call that the step makes. Reading the value of a tensor that the step
+    made out of Python numbers gives that value.
     """
 
     def __init__(self, describe: Callable[[Any], dict[str, Any]], call: TorchCall | None = None) -> None:
