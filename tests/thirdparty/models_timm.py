@@ -38,13 +38,20 @@ def poolformer() -> Built:
 
 
 def label_smoothing() -> Built:
-    """timm's own loss and an exponential moving average of the weights after every batch."""
+    """timm's own loss."""
     from timm.loss import LabelSmoothingCrossEntropy
-    from timm.utils import ModelEmaV3
 
     built = classifier("resnet10t", stem_width=8, channels=(8, 8, 16, 16))
     criterion = LabelSmoothingCrossEntropy(0.1)
     built.module.loss = lambda net, batch: criterion(net(batch[0]), batch[1])
+    return built
+
+
+def weight_average() -> Built:
+    """An exponential moving average of the weights, brought up to date by a hook after every batch."""
+    from timm.utils import ModelEmaV3
+
+    built = classifier("vit_tiny_patch16_224", **TRANSFORMER)
     average = ModelEmaV3(built.module.net, decay=0.9)
     built.module.on_train_batch_end = lambda *args: average.update(built.module.net)
     return built
@@ -85,4 +92,5 @@ MODELS: dict[str, Builder] = {
     "byob": partial(classifier, "test_byobnet"),
     "nfnet": partial(classifier, "test_nfnet"),
     "label_smoothing": label_smoothing,
+    "weight_average": weight_average,
 }
