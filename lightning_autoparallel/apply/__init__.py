@@ -4,6 +4,7 @@ from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
     Replacements,
+    check_initialised,
     materialise_module,
     parameter_layouts,
     shard_module,
@@ -13,6 +14,7 @@ from lightning_autoparallel.apply.params import (
 __all__ = [
     "ParameterLayout",
     "Replacements",
+    "check_initialised",
     "lower_graph",
     "materialise_module",
     "parameter_layouts",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+from torch.nn.parameter import is_lazy
 
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError
@@ -164,6 +165,20 @@ def _broadcast(tensor: Tensor) -> None:
         dist.broadcast(contiguous.view(-1).view(torch.uint8), src=0)  # gloo does not know every dtype
         if contiguous is not tensor and not torch.equal(contiguous, tensor):
             tensor.copy_(contiguous)
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Lazy submodules must have seen a batch: their parameters have no shape before.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    for path, submodule in module.named_modules():
+        if any(is_lazy(tensor) for tensor in (*submodule._parameters.values(), *submodule._buffers.values())):
+            raise ConfigError(
+                f"module '{path}' ({type(submodule).__name__}) is lazy and its parameters have no shape yet: call the "
+                "module once on a sample batch at the end of __init__, or give the layer its input size"
+            )
 
 
 def materialise_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:

@@ -8,7 +8,7 @@ from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part
 from lightning_autoparallel.capture.module_calls import describe_call
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
-from lightning_autoparallel.capture.watch import Guard, Watcher
+from lightning_autoparallel.capture.watch import Guard, Watcher, exact_repeats
 from lightning_autoparallel.capture.writes import made_again
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "check_rows",
     "describe_batch",
     "describe_call",
+    "exact_repeats",
     "flatten_batch",
     "leaf_counters",
     "made_again",

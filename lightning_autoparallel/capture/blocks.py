@@ -84,6 +84,11 @@ class RepeatedBlocks:
         if self._calls:
             TemplateCopies(graph_module, self.templates, self._calls).write()
 
+    @property
+    def traced_once(self) -> list[list[str]]:
+        """The groups of which one block was traced for all but the first and the last."""
+        return [list(self.groups[number]) for number in self._by_group]
+
     @contextlib.contextmanager
     def _patched(self, forwards: Mapping[str, Callable[[Forward], Forward]]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

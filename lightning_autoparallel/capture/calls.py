@@ -69,7 +69,7 @@ class StepCalls:
         elif event == "call":
             code = frame.f_code
             if code in self._asks and frame.f_back is not None and not _is_machinery(frame.f_back):
-                raise self._reads.refuse(f"{user_line(frame)} {self._asks[code]}")
+                raise self._reads.watcher.refuse(f"{user_line(frame)} {self._asks[code]}")
             if code not in self._seen and is_user_file(code.co_filename):
                 self._seen.add(code)
                 with self._reads.paused():
@@ -78,11 +78,11 @@ class StepCalls:
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
         if id(function) in self._clocks and is_user_file(frame.f_code.co_filename):
-            raise self._reads.refuse(
+            raise self._reads.watcher.refuse(
                 f"{user_line(frame)} asks for the time ({self._clocks[id(function)]}), which would stay that of capture"
             )
         if id(function) in self._opens and is_user_file(frame.f_code.co_filename):
-            raise self._reads.refuse(f"{user_line(frame)} opens a file, which would happen at capture only")
+            raise self._reads.watcher.refuse(f"{user_line(frame)} opens a file, which would happen at capture only")
 
     def _enter(self, frame: FrameType, function: FunctionType | None) -> None:
         """A function of the user's is called for the first time in this run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_, itemgetter
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autoparallel.capture.places import MISSING, Place, attributes_of
+from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import equal, is_number, is_plain, shown
 from lightning_autoparallel.capture.reads import Read
 
@@ -84,7 +85,7 @@ class StateGuards:
             if not group.hold():
                 return False
         for read in self._others:
-            if read.frozen.difference(read.place.read(), "") is not None:
+            if read.frozen.difference(read.place.read()) is not None:
                 return False
         return all(
             tensor._version == version and (place is None or place.read() is tensor)
@@ -93,17 +94,17 @@ class StateGuards:
 
     def differences(self) -> list[Difference]:
         """What is not as it was."""
-        found = []
+        found: list[Difference] = []
         for read in self._reads:
-            change = read.frozen.difference(read.place.read(), read.place.text)
+            change = read.frozen.difference(read.place.read())
             if change is not None:
-                text, before, now = change
-                place = read.place if text == read.place.text else None
-                found.append(Difference(place=place, text=text, line=read.line, before=before, now=now))
-        for tensor, version, place in self._tensors:
-            now = tensor if place is None else place.read()
+                keys, before, now = change
+                place = functools.reduce(item_of, keys, read.place)
+                found.append(Difference(place=place, text=place.text, line=read.line, before=before, now=now))
+        for tensor, version, where in self._tensors:
+            now = tensor if where is None else where.read()
             if now is not tensor or tensor._version != version:
-                text = "a tensor" if place is None else place.text
+                text = "a tensor" if where is None else where.text
                 found.append(Difference(place=None, text=text, line="?", before=tensor, now=now))
         return found
 

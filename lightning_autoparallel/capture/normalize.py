@@ -23,6 +23,13 @@ _CHECKS = {
     aten._assert_tensor_metadata.default,
     aten._functional_assert_async.msg,
 }
+# What a profiler notes while the step is traced: real steps run none of the modules that it would name.
+_MARKS = {
+    torch.ops.profiler._record_function_enter.default,
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten.reshape.default: aten.view.default}
 
@@ -45,7 +52,7 @@ def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
             value = _attribute(graph_module, str(node.target))
             env[node] = _constant(graph, node, constants, value)
     for node in nodes:
-        if node.op == "call_function" and node.target not in _CHECKS:
+        if node.op == "call_function" and node.target not in _CHECKS | _MARKS:
             env[node] = _call(graph, node, env)
             if is_edge(node):
                 edges.alias(env[node])

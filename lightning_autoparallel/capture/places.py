@@ -28,6 +28,18 @@ class Place:
         owner = self.owner.identity if isinstance(self.owner, Place) else id(self.owner)
         return self.kind, owner, type(self.key), self.key
 
+    @property
+    def root(self) -> Any:
+        """The object, cell or table of globals that the place is in."""
+        return self.owner.root if isinstance(self.owner, Place) else self.owner
+
+    def at(self, root: Any, text: str) -> Place:
+        """The same place in another object."""
+        if isinstance(self.owner, Place):
+            owner = self.owner.at(root, text)
+            return Place(self.kind, owner, self.key, f"{owner.text}[{self.key!r}]")
+        return Place(self.kind, root, self.key, f"{text}.{self.key}")
+
     def read(self) -> Any:
         """The value now, or ``MISSING``."""
         if self.kind == "attribute":
@@ -46,7 +58,11 @@ class Place:
 
     def write(self, value: Any) -> None:
         """Put ``value`` there; ``MISSING`` takes away what is there."""
-        if self.kind == "items":
+        if self.kind == "global":
+            self.owner[self.key] = value
+        elif self.kind == "cell":
+            self.owner.cell_contents = value
+        elif self.kind == "items":
             self.owner.read()[:] = value
         elif self.kind == "item":
             _write_item(self.owner.read(), self.key, value)
@@ -56,6 +72,11 @@ class Place:
             attributes_of(self.owner).pop(self.key, None)
         else:
             attributes_of(self.owner)[self.key] = value
+
+
+def item_of(container: Place, key: Any) -> Place:
+    """Where a container keeps one of its entries."""
+    return Place("item", container, key, f"{container.text}[{key!r}]")
 
 
 def attributes_of(owner: Any) -> Any:
@@ -81,5 +102,7 @@ def entries_of(container: Any) -> Any:
 def _write_item(container: Any, key: Any, value: Any) -> None:
     if value is MISSING:
         container.pop(key, None)
+    elif isinstance(container, dict):
+        dict.__setitem__(container, key, value)
     else:
         container[key] = value

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_autoparallel.capture.places import MISSING, attributes_of
+from lightning_autoparallel.capture.watch import is_watched
 from lightning_autoparallel.torch_compat.tracing import is_real
 
 _PLAIN: tuple[type, ...] = (
@@ -38,6 +39,7 @@ _FIXED: tuple[type, ...] = (
 LARGEST = 4096  # entries of the containers that one guard compares
 _LARGEST_ARRAY = 65536
 
+Difference = tuple[tuple[Any, ...], Any, Any]
 Meet = Callable[[Any, str], None]
 
 
@@ -84,24 +86,24 @@ class Frozen:
     array: np.ndarray[Any, Any] | None = None
     content: bool = True
 
-    def difference(self, now: Any, text: str) -> tuple[str, Any, Any] | None:
-        """Where ``now`` differs first: the text of the part, its value then and now; None if nowhere."""
+    def difference(self, now: Any) -> Difference | None:
+        """Where ``now`` differs first: the keys of the part, its value then and now; None if nowhere."""
         if self.kind is object:
             return None
         if not self.content:
-            return None if type(now) is self.kind else (text, self.kind.__name__, now)
+            return None if type(now) is self.kind else ((), self.kind.__name__, now)
         if self.array is not None:
-            same = type(now) is self.kind and now.dtype == self.array.dtype and np.array_equal(now, self.array)
-            return None if same else (text, "another array", now)
+            same = isinstance(now, np.ndarray) and type(now) is self.kind and _equal_arrays(now, self.array)
+            return None if same else ((), "another array", now)
         if self.parts is None:
-            return None if equal(self.value, now) else (text, self.value, now)
+            return None if equal(self.value, now) else ((), self.value, now)
         parts = contents(now) if type(now) is self.kind else None
         if parts is None or list(parts) != list(self.parts):
-            return text, f"{self.kind.__name__} of {len(self.parts)}", shown(now)
+            return (), f"{self.kind.__name__} of {len(self.parts)}", shown(now)
         for key, part in self.parts.items():
-            found = part.difference(parts[key], f"{text}[{key!r}]")
+            found = part.difference(parts[key])
             if found is not None:
-                return found
+                return (key, *found[0]), *found[1:]
         return None
 
     def restore(self) -> None:
@@ -138,7 +140,7 @@ class Freezer:
             if value.nbytes > _LARGEST_ARRAY or value.dtype == object:
                 raise TooLargeError
             return Frozen(value=value, kind=type(value), array=value.copy())
-        if isinstance(value, Tensor) and not is_real(value):
+        if is_watched(value) or (isinstance(value, Tensor) and not is_real(value)):
             return Frozen(value=None, kind=object)  # an input of the graph
         parts = None if is_plain(value) else contents(value)
         if parts is None or id(value) in self._inside:
@@ -177,3 +179,7 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value) if is_plain(value) else f"{type(value).__name__}"
     return text if len(text) < 60 else text[:57] + "..."
+
+
+def _equal_arrays(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)

@@ -14,12 +14,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument
-from lightning_autoparallel.capture.places import MISSING, Place, attributes_of
-from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, is_fixed, is_number
+from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
+from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number
 from lightning_autoparallel.capture.sources import is_engine_file, user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import Watcher, is_watched
-from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tracing import is_real
 
 _MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.nn.modules.container"].__file__}
@@ -61,11 +60,11 @@ class StateReads:
         self.changed: dict[int, tuple[ListStandIn | DictStandIn, str]] = {}
         self.tensors: dict[int, tuple[Tensor, Place | None]] = {}
         self.on = False
+        self._swapped: list[tuple[Place, Any]] = []
         self._number_reads: set[Any] = set()
         self._stand_ins: dict[int, ListStandIn | DictStandIn] = {}
         self._known: dict[int, tuple[Any, str]] = {}
         self._instrument = Instrument(self)
-        self.refusal: CaptureError | None = None
         self._own_tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     @contextlib.contextmanager
@@ -81,12 +80,14 @@ class StateReads:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """One run of the step: what it reads and writes is noted, and attributes are put back."""
-        self.written, self.changed, self._stand_ins = {}, {}, {}
+        self.written, self.changed, self._stand_ins, self._swapped = {}, {}, {}, []
         self.on = True
         try:
             yield
         finally:
             self.on = False
+            for place, value in reversed(self._swapped):
+                place.write(value)
 
     def written_numbers(self) -> list[Any]:
         """Identities of places where the run found a number and left a value."""
@@ -108,12 +109,30 @@ class StateReads:
         """Give containers that a run changed in place their content again; the text of the first one."""
         found = None
         for read in self.reads.values():
-            if read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset):
-                change = read.frozen.difference(read.frozen.value, read.place.text)
-                if change is not None:
-                    found = found or change[0]
-                    read.frozen.restore()
+            is_container = read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset)
+            if is_container and read.frozen.difference(read.frozen.value) is not None:
+                found = found or read.place.text
+                read.frozen.restore()
         return found
+
+    def writes(self) -> int:
+        """How many places and containers the run has changed so far."""
+        return len(self.written) + len(self.changed)
+
+    def mirror(self, paths: list[str]) -> None:
+        """What the code of the second of these submodules reads is read of the others, which run the same code."""
+        template, *others = paths[1:-1]
+        inside = {id(child): name for name, child in self.module.get_submodule(template).named_modules()}
+        own = [read for read in self.reads.values() if id(read.place.root) in inside]
+        for other in others:
+            block = self.module.get_submodule(other)
+            for read in own:
+                child = block.get_submodule(inside[id(read.place.root)])
+                place = read.place.at(child, self._known[id(child)][1])
+                if read.frozen.content and read.frozen.kind is not object:
+                    self._note_content(place, place.read())
+                else:
+                    self._keep(place, read.frozen)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -168,18 +187,15 @@ class StateReads:
         value = original(owner, name)
         if name == "__dict__" and not _asked_by_torch():
             if isinstance(owner, nn.Module):
-                raise self.refuse(f"{user_line()} reads all attributes of a module at once: they change as it trains")
+                raise self.watcher.refuse(
+                    f"{user_line()} reads all attributes of a module at once: they change as it trains"
+                )
             self._note_content(self._place("slot", owner, name), value)
         return value
 
     def _place(self, kind: Any, owner: Any, name: str) -> Place:
         text = owner.__name__ if isinstance(owner, type) else self._known[id(owner)][1]
         return Place(kind, owner, name, f"{text}.{name}")
-
-    def refuse(self, message: str) -> CaptureError:
-        """The error to raise; it is raised again after the run, should the step hold it."""
-        self.refusal = self.refusal or CaptureError(message)
-        return self.refusal
 
     def is_own(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer of the module, outside of the run."""
@@ -225,14 +241,24 @@ class StateReads:
             self._note_content(place, value)
 
     def _note_content(self, place: Place, value: Any) -> None:
+        self._swap(place, value)
         if place.identity in self.reads:
             return
         try:
             self._keep(place, Freezer(self.meet).freeze(value, place.text))
         except TooLargeError:
-            raise self.refuse(
+            raise self.watcher.refuse(
                 f"{user_line()} reads {place.text}, which is too large to be compared before every step"
             ) from None
+
+    def _swap(self, place: Place, value: Any) -> None:
+        """Put stand-ins where the step finds numbers that are inputs, and where nothing else can."""
+        if isinstance(value, (dict, list)) and self.numbers:
+            for key, item in list((contents(value) or {}).items()):
+                self._swap(item_of(place, key), item)
+        elif place.identity in self.numbers and is_number(value):
+            place.write(self.watcher.at_place(place, value))
+            self._swapped.append((place, value))
 
     def _keep(self, place: Place, frozen: Frozen) -> None:
         self.reads[place.identity] = Read(place=place, frozen=frozen, line=user_line())
@@ -274,7 +300,9 @@ class StateReads:
         elif isinstance(value, nn.Module):
             self._meet_module(value, text)
         elif isinstance(value, _STATEFUL) or hasattr(type(value), "__next__"):
-            raise self.refuse(f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used")
+            raise self.watcher.refuse(
+                f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used"
+            )
         elif can_instrument(type(value)):
             self._known[id(value)] = (value, text)
             self._instrument.add(type(value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from lightning_autoparallel.capture.places import MISSING, Place
+from lightning_autoparallel.capture.places import MISSING, Place, item_of
 
 
 class Owner(Protocol):
@@ -36,7 +36,7 @@ class ListStandIn(list):  # type: ignore[type-arg]
         owner.whole(self.place, self.real)
         known = len(self.real)  # type: ignore[arg-type]
         for i, value in enumerate(list.__getitem__(self, slice(0, known)) if not self.rewritten else ()):
-            list.__setitem__(self, i, owner.item(Place("item", self.place, i, f"{self.place.text}[{i}]"), value))
+            list.__setitem__(self, i, owner.item(item_of(self.place, i), value))
 
     def _changes(self, rewritten: bool) -> None:
         owner = self.owner or self.__dict__.get("watch")
@@ -64,8 +64,7 @@ class ListStandIn(list):  # type: ignore[type-arg]
     def __getitem__(self, index: Any) -> Any:
         known = len(self.real) if self.place is not None else 0  # type: ignore[arg-type]
         if self.owner is not None and type(index) is int and 0 <= index < known and not self.rewritten:
-            place = Place("item", self.place, index, f"{self.place.text}[{index}]")  # type: ignore[union-attr]
-            return self.owner.item(place, list.__getitem__(self, index))
+            return self.owner.item(item_of(self.place, index), list.__getitem__(self, index))  # type: ignore[arg-type]
         self._read_all()
         return super().__getitem__(index)
 
@@ -90,7 +89,7 @@ class DictStandIn(dict):  # type: ignore[type-arg]
     def place_of(self, key: Any) -> Place:
         """Where the real dict keeps an entry."""
         assert self.place is not None
-        return Place("item", self.place, key, f"{self.place.text}[{key!r}]")
+        return item_of(self.place, key)
 
     def _one(self, key: Any) -> Any:
         found = dict.get(self, key, MISSING)

@@ -16,6 +16,7 @@ from lightning_autoparallel.capture.guards import Difference, StateGuards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
 from lightning_autoparallel.capture.places import Place
+from lightning_autoparallel.capture.plain import is_plain
 from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import user_line
@@ -37,6 +38,8 @@ class StepState:
         self.watcher = watcher or Watcher({})
         self.module, self.numbers = module, numbers
         self.needs_vector = False
+        self.clones: frozenset[int] = frozenset()  # tensors of the batch that the step changes in place
+        self.has_unread = self.reads_leaves = False
         self._begin()
 
     def _begin(self) -> None:
@@ -77,8 +80,8 @@ class StepState:
         self.watcher.start()
         with generators_kept(drawn), self.reads.recording(), self._calls.watching():
             yield
-        if self.reads.refusal is not None:
-            raise self.reads.refusal
+        if self.watcher.refusal is not None:
+            raise self.watcher.refusal
         if drawn:
             raise CaptureError(f"the step draws from {drawn[0]}: every step would get the same numbers")
         changed = self.reads.restore_containers()
@@ -115,7 +118,7 @@ class StepState:
         if type(value) in (list, tuple):
             return type(value)(self._argument(function, item, False) for item in value)
         if isinstance(value, torch.Generator):
-            raise self.reads.refuse(
+            raise self.watcher.refuse(
                 f"{user_line()} draws from a torch.Generator: every step would get the same numbers"
             )
         return read_leaf(value) if type(value) is Unread else value
@@ -126,20 +129,30 @@ class StepState:
         if name in ("__get__", "__set__") or self.reads.is_own(tensor):
             return
         if id(tensor) not in self.reads.tensors:
-            raise self.reads.refuse(
+            raise self.watcher.refuse(
                 f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep it "
                 "as a buffer or an attribute of a module"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise self.reads.refuse(
+            raise self.watcher.refuse(
                 f"{user_line()} uses a tensor that requires a gradient and is no parameter of the module: register it"
             )
         if name in _VALUE_READS:
             self._values_read.add(id(tensor))
         if first and _changes(name):
-            raise self.reads.refuse(
+            raise self.watcher.refuse(
                 f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
             )
+
+    def leaf(self, leaf: Any) -> Any:
+        """A leaf of the batch as the step gets it: a plain one itself, if the step needs that."""
+        if self.reads_leaves and type(leaf) is Unread and is_plain(self.watcher.counters[leaf.name]):
+            return read_leaf(leaf)
+        return leaf
+
+    def count(self) -> int:
+        """How many numbers the run has fed and places it has written so far."""
+        return self.watcher.uses + self.reads.writes()
 
     def check_counting(self) -> None:
         """After a run.
@@ -155,14 +168,13 @@ class StepState:
 
     def finish(self, constants: Sequence[Tensor]) -> None:
         """The step is captured; ``constants`` are what its graph took from outside."""
-        positions = {id(tensor): i for i, tensor in enumerate(constants)}
         guarded = []
         for tensor, place in self.reads.tensors.values():
-            position = positions.get(id(tensor))
-            if place is None or position is None or id(tensor) in self._values_read:
+            positions = [i for i, constant in enumerate(constants) if constant is tensor]
+            if place is None or not positions or id(tensor) in self._values_read:
                 guarded.append((tensor, place))
             else:
-                self.feeds[position] = place
+                self.feeds |= dict.fromkeys(positions, place)
         self._fed_like = {i: constants[i] for i in self.feeds}
         self._guards = StateGuards(self.reads.reads.values(), guarded)
 

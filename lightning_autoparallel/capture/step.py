@@ -16,7 +16,7 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
-from lightning_autoparallel.capture.leaf_stand_ins import stand_in_for_leaf
+from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
@@ -24,7 +24,7 @@ from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import Place, place_of, record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
-from lightning_autoparallel.capture.watch import MOST_FED, NeedsNumbers, NeedsVector, StartOver
+from lightning_autoparallel.capture.watch import MOST_FED, NeedsClones, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
@@ -34,6 +34,7 @@ from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regio
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
     JointExport,
+    MutatedInputError,
     collection_paused,
     export_joint,
     fake_tensor_like,
@@ -114,12 +115,13 @@ class _Step(nn.Module):
         given = list(tensors[len(self._names) :])
         if self.state.needs_vector:
             self.state.watcher.vector = given.pop()
+        given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
         leaves = _merge(self._static_leaves(request), tuple(given))
         with self._undone(request), request.effects.recording():
             buffers = {name: state[name] for name in request.buffers}
             runner = _Runner(request.module, request.run, buffers, self.state)
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
-            self.state.writes.collect()
+            self.state.writes.collect({i: given[i] for i in sorted(self.state.clones)})
             self.state.check_counting()
             return self._flatten(output, request, tensors[: len(self._names)], tuple(given))
 
@@ -135,9 +137,11 @@ class _Step(nn.Module):
         if request.local:
             return dict(request.static_leaves)  # their values tell variants apart
         paths = [leaf.path for leaf in request.layout.leaves]
-        return {
+        leaves = {
             i: stand_in_for_leaf(self.state.watcher, i, paths[i], leaf) for i, leaf in request.static_leaves.items()
         }
+        self.state.has_unread = any(type(leaf) is Unread for leaf in leaves.values())
+        return {i: self.state.leaf(leaf) for i, leaf in leaves.items()}
 
     def _flatten(
         self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
@@ -210,8 +214,44 @@ def capture_step(request: StepRequest) -> CapturedGraph:
                 return _capture(request)
             except StartOver as reason:
                 state.start_over(reason.places if isinstance(reason, NeedsNumbers) else frozenset())
+                state.clones |= reason.positions if isinstance(reason, NeedsClones) else frozenset()
                 if isinstance(reason, NeedsVector):
                     request = _with_vector(request)
+            except AutoParallelError:
+                raise
+            except Exception:
+                if state.reads_leaves or not state.has_unread:
+                    raise
+                state.start_over(frozenset())  # a function in C cannot read a stand-in
+                state.reads_leaves = True
+
+
+def _check_outputs(request: StepRequest, export: JointExport, state: StepState) -> None:
+    """What the graph changes besides buffers, or differentiates besides parameters."""
+    parameters = list(request.parameters)
+    first = len(parameters) + len(request.buffers)
+    outputs = [output for output in export.outputs if output is not None]
+    for kind, position in outputs:
+        if kind == "mutation" and position < len(parameters):
+            raise _changes_input(request, position)
+        if kind == "gradient" and position >= first:
+            raise CaptureError(
+                f"{request.name} asks for the gradient of batch leaf '{request.layout.tensors[position - first].path}' "
+                "(requires_grad_): a captured step has those of parameters only"
+            )
+    changed = frozenset(position - first for kind, position in outputs if kind == "mutation" and position >= first)
+    if changed:
+        raise NeedsClones(changed)
+
+
+def _changes_input(request: StepRequest, position: int) -> CaptureError:
+    """The error for a step that changes what only the optimizer does, or what is differentiated."""
+    names = [f"parameter {name}" for name in request.parameters] + [f"buffer {name}" for name in request.buffers]
+    names += [f"batch leaf '{leaf.path}'" for leaf in request.layout.tensors]
+    return CaptureError(
+        f"{request.name} changes the {names[position]} in place: in a captured step only the optimizer does; keep what "
+        "it computes as a buffer"
+    )
 
 
 def _with_vector(request: StepRequest) -> StepRequest:
@@ -228,6 +268,8 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if export is None:
         export = _export(request, step, False)
     assert export is not None
+    if not request.local:
+        _check_outputs(request, export, step.state)
     batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
@@ -250,7 +292,7 @@ def _capture(request: StepRequest) -> CapturedGraph:
 def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExport | None:
     """The joint graph; None if blocks that looked alike have backwards that are not."""
     groups = repeated_blocks(request.module, request.parameters, request.edges) if repeat_blocks else []
-    blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.watcher.uses)
+    blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.count())
     decompositions = planning_decompositions()
     with step.state.watching(), fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
         arguments = _fake_arguments(request)  # outside of what notices constants: they are none
@@ -263,6 +305,8 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
         except UnrepeatableBackwardError:
             return None
     blocks.expand(export.graph_module)
+    for paths in blocks.traced_once:
+        step.state.reads.mirror(paths)
     return export
 
 
@@ -295,6 +339,8 @@ def _explained(request: StepRequest) -> Iterator[None]:
     except AutoParallelError:
         raise
     except Exception as error:
+        if isinstance(error, MutatedInputError) and not request.local:
+            raise _changes_input(request, error.position) from error
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):

@@ -20,6 +20,7 @@ from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 
 Evaluate = Callable[[Mapping[str, Any]], Any]
+MOST_EXACT = 3  # variants that are told apart by a number itself
 MOST_FED = 32  # numbers that one step's graph takes
 
 
@@ -29,6 +30,14 @@ class StartOver(BaseException):
 
 class NeedsVector(StartOver):
     """The step computes with a number and a tensor: its graph needs an input for numbers."""
+
+
+class NeedsClones(StartOver):
+    """The step changes tensors of the batch in place, at these positions."""
+
+    def __init__(self, positions: frozenset[int]) -> None:
+        super().__init__()
+        self.positions = positions
 
 
 class NeedsNumbers(StartOver):
@@ -57,6 +66,19 @@ class Guard:
         return bool(self.evaluate(counters) == self.outcome)
 
 
+def exact_repeats(variants: Iterable[Iterable[Guard]]) -> Guard | None:
+    """A guard on a number itself of which three variants have an outcome each: nearly every step has another."""
+    outcomes: dict[tuple[str, str], list[Any]] = {}
+    for guards in variants:
+        for guard in guards:
+            seen = outcomes.setdefault((guard.text, guard.source), [])
+            if guard.exact and guard.outcome not in seen:
+                seen.append(guard.outcome)
+                if len(seen) == MOST_EXACT:
+                    return guard
+    return None
+
+
 class Watcher:
     """Collects the guards of one capture of the step; ``counters`` are the values that it sees.
 
@@ -72,6 +94,12 @@ class Watcher:
         self.fed: dict[str, Watched] = {}
         self.vector: Tensor | None = None
         self.uses = 0
+        self.refusal: CaptureError | None = None
+
+    def refuse(self, message: str) -> CaptureError:
+        """The error to raise; it is raised again after the run, should the step hold it."""
+        self.refusal = self.refusal or CaptureError(message)
+        return self.refusal
 
     def value(self, name: str) -> Watched:
         """The stand-in for one counter."""

@@ -48,14 +48,16 @@ class StateWrites:
     reads: StateReads
     tensors: list[Tensor] = field(default_factory=list)
     _writes: list[_Write] = field(default_factory=list)
+    _leaves: tuple[int, ...] = ()
 
-    def collect(self) -> None:
-        """Note what the run has written.
+    def collect(self, leaves: Mapping[int, Tensor]) -> None:
+        """Note what the run has written; ``leaves`` are the tensors of the batch that it changed, by position.
 
         Raises:
             CaptureError: it wrote what cannot be made again at each step.
         """
-        self.tensors, self._writes = [], []
+        self.tensors, self._writes = [leaf.detach() for leaf in leaves.values()], []
+        self._leaves = tuple(leaves)
         for written in list(self.reads.written.values()):
             value = written.place.read()
             if not _is_state_of_module(written.place, written.line) and not (
@@ -63,7 +65,7 @@ class StateWrites:
             ):
                 self._add("set", written.place, value, written.line)
         for container, line in list(self.reads.changed.values()):
-            if type(container) is ListStandIn:
+            if isinstance(container, ListStandIn):
                 self._list(container, line)
             else:
                 for key, value in container.written.items():
@@ -105,8 +107,16 @@ class StateWrites:
         places = [leaf.place for write in self._writes for leaf in write.leaves if type(leaf) is _At]
         return {id(place): place.read() for place in places}
 
-    def replay(self, values: Sequence[Tensor], counters: Mapping[str, Any], found: Mapping[int, Any]) -> None:
+    def replay(
+        self,
+        values: Sequence[Tensor],
+        counters: Mapping[str, Any],
+        found: Mapping[int, Any],
+        batch: Sequence[Tensor] = (),
+    ) -> None:
         """Write with the ``values`` of a real step; ``found`` is what ``prepare`` gave before it."""
+        for position, value in zip(self._leaves, values, strict=False):
+            batch[position].copy_(value)
         for write in self._writes:
             leaves = [_made(leaf, values, counters, found) for leaf in write.leaves]
             value = tree_unflatten(leaves, write.spec)
@@ -118,7 +128,7 @@ class StateWrites:
 
 def made_again(leaf: Any, counters: Mapping[str, Any]) -> Any:
     """A result of the step that is no tensor, as a real step gives it."""
-    return counters[leaf._name] if type(leaf) is Unread else evaluated(leaf, counters)
+    return counters[leaf.name] if type(leaf) is Unread else evaluated(leaf, counters)
 
 
 def _made(leaf: Any, values: Sequence[Tensor], counters: Mapping[str, Any], found: Mapping[int, Any]) -> Any:

@@ -27,6 +27,7 @@ class StepIdentity:
 
     name: str
     batch: str
+    shapes: Mapping[str, tuple[int, ...]]  # of the batch's tensors, by path
     values: Mapping[str, str]  # digests of replicated leaves, by path
     variant: int
     module_state: str
@@ -126,7 +127,7 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
         if (theirs.name, theirs.batch) != (first.name, first.batch):
             raise RanksDifferError(
                 f"ranks hold different batches: rank 0 has {first.name} on {first.batch}, rank {rank} has "
-                f"{theirs.name} on {theirs.batch}; give every rank the same number of rows (drop_last=True)"
+                f"{theirs.name} on {theirs.batch}; {_remedy(first.shapes, theirs.shapes)}"
             )
     for rank, theirs in enumerate(everyone):
         for path in [path for path, digest in first.values.items() if theirs.values.get(path) != digest]:
@@ -171,6 +172,21 @@ def _check_same_state(everyone: list[StepIdentity]) -> None:
                 f"{first.name}: rank {rank} froze other parameters than rank 0, or has modules in another mode "
                 "(train, eval, autocast, no_grad): they must decide alike"
             )
+
+
+def _remedy(mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str:
+    """What makes two ranks' batches alike: rows where dim 0 differs, padding where another dim does."""
+    if mine.keys() != theirs.keys() or any(len(mine[path]) != len(theirs[path]) for path in mine):
+        return "give every rank the same kind of batch"
+    pairs = ((path, dim, size, theirs[path][dim]) for path, shape in mine.items() for dim, size in enumerate(shape))
+    differing = [item for item in pairs if item[2] != item[3]]
+    if not differing or any(dim == 0 for _, dim, _, _ in differing):
+        return "give every rank the same number of rows (drop_last=True)"
+    path, dim, size, other = differing[0]
+    return (
+        f"dim {dim} of leaf '{path or 'batch'}' is {size} and {other} long: pad to one length on all ranks "
+        "(padding='max_length', or a multiple that all of them reach: pad_to_multiple_of)"
+    )
 
 
 def check_same_rows(control: ControlGroup, shard: int, digests: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.apply import (
     ParameterLayout,
     Replacements,
+    check_initialised,
     materialise_module,
     parameter_layouts,
     shard_module,
@@ -22,6 +23,7 @@ from lightning_autoparallel.apply import (
 )
 from lightning_autoparallel.capture import (
     BatchLayout,
+    Guard,
     StepRequest,
     StepState,
     TensorSpec,
@@ -30,6 +32,7 @@ from lightning_autoparallel.capture import (
     check_rows,
     describe_batch,
     describe_call,
+    exact_repeats,
     flatten_batch,
     ragged_part,
 )
@@ -90,8 +93,10 @@ class StepEngine:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
 
         Raises:
-            ConfigError: a submodule on meta cannot initialise itself, or a rule does not fit the module.
+            ConfigError: a submodule on meta cannot initialise itself, one is lazy and has no parameters yet, or a rule
+                does not fit the module.
         """
+        check_initialised(self.module)
         plan, mesh = self.context.config.plan, self.context.mesh
         axes = plan_axes(plan, mesh)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
@@ -202,7 +207,9 @@ class StepEngine:
     ) -> None:
         if call.local:
             batch = f"{layout} in {layout.structure}"
-            mine = StepIdentity(name=call.name, batch=batch, values={}, variant=variant, module_state=repr(state))
+            mine = StepIdentity(
+                name=call.name, batch=batch, shapes={}, values={}, variant=variant, module_state=repr(state)
+            )
             check_same_call(self.context.control, mine)
             if layout.refused:
                 raise CaptureError(f"{call.name}: {layout.refused}")
@@ -212,7 +219,14 @@ class StepEngine:
         values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
         check_same_step(
             self.context.control,
-            StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
+            StepIdentity(
+                name=call.name,
+                batch=str(layout),
+                shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
+                values=values,
+                variant=variant,
+                module_state=repr(state),
+            ),
         )
 
     def _check_shared_rows(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
@@ -236,7 +250,7 @@ class StepEngine:
         counters: Mapping[str, int],
         known: list[Variant],
     ) -> Variant:
-        self._count_capture(call, layout, known)
+        counts = self._say_capture(call, layout, known)
         self._check_batch(call, leaves, rebuild)
         watcher = Watcher({**counters, **static_leaves(leaves)})
         state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
@@ -270,6 +284,7 @@ class StepEngine:
             raise
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
@@ -290,7 +305,7 @@ class StepEngine:
                 "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
             )
         # Later kinds of batches may be what is left at an epoch's end.
-        known = self.batch_dims is not None or self._captures[call.name] > 1
+        known = self.batch_dims is not None or call.name in self._captures
         doubt = None if known else check_rows(leaves, call.rows)
         if doubt is not None:
             self.context.warn_once(doubt)
@@ -311,24 +326,29 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
-    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> None:
-        differences = known[-1].state.differences() if known else []
+    def _say_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> bool:
+        """Say that a step is captured again, and why; whether that counts. Refuse after ``max_captures`` of it."""
+        differences = [found for variant in reversed(known) for found in variant.state.differences()]
+        differences.sort(key=lambda found: not found.is_number)
+        repeated = exact_repeats([variant.state.watcher.guards for variant in known])
+        if repeated is not None:
+            raise TooManyCapturesError(_decides(repeated, len(known), call.name))
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
-        self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
-        count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
-        limit = self.context.config.max_captures
+        fed = self._numbers.get(call.name, frozenset())
+        self._numbers[call.name] = fed | numbers
+        if numbers - fed and call.name in self._captures:
+            self.context.warn(f"{call.name} is captured again: {differences[0]}; from now on an input of its graph")
+            return False
+        count, limit = self._captures.get(call.name, 0) + 1, self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
                 reason = f"{reason}: {differences[0]}" if differences else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
-            return
+            return True
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
         if guards and len(known) > 1:
-            raise TooManyCapturesError(
-                f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
-                f"of {call.name} were captured; compute it on tensors, or raise max_captures"
-            )
+            raise TooManyCapturesError(_decides(guards[0], limit, call.name))
         if differences:
             raise TooManyCapturesError(
                 f"{call.name} finds {differences[0]}: it differs at nearly every step, {limit} variants were captured"
@@ -351,6 +371,13 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def _decides(guard: Guard, variants: int, name: str) -> str:
+    return (
+        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
+        "were captured; compute it on tensors, or raise max_captures"
+    )
 
 
 def _digest(tensor: Tensor) -> str:

@@ -18,6 +18,7 @@ from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
+from lightning_autoparallel.strategy.questions import rank_patches
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 Notice = Callable[[str], None]
@@ -71,6 +72,8 @@ class LightningEffects:
     """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them.
 
     Where the step is not of the ``whole_batch`` but of this rank's rows, they are replayed as they were written.
+    With ``strict_effects`` a step that prints, or writes to a logger by itself, is refused; else that happens at
+    capture only, and is said.
     """
 
     def __init__(
@@ -80,9 +83,10 @@ class LightningEffects:
         notice: Notice,
         scopes: MetricScopes,
         whole_batch: bool = True,
+        strict_effects: bool = True,
     ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
-        self._whole_batch = whole_batch
+        self._whole_batch, self._strict = whole_batch, strict_effects
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -100,7 +104,12 @@ class LightningEffects:
         """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""
         self._calls, self._tensors, self._metric_values = [], [], 0
         with contextlib.ExitStack() as stack:
-            for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches()):
+            for patch in (
+                *self._log_patches(),
+                *self._counter_patches(),
+                *self._output_patches(),
+                *rank_patches(self._watcher),
+            ):
                 stack.enter_context(patch)
             for metric in outermost_metrics(self._module):
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
@@ -203,16 +212,25 @@ class LightningEffects:
         real_print = builtins.print
 
         def noticed_print(*args: Any, **kwargs: Any) -> None:
-            self._notice(f"print() in {user_line()} runs at capture only: log the value instead")
+            self._only_at_capture(f"print() in {user_line()} runs at capture only: log the value instead")
             real_print(*args, **kwargs)
 
-        logger = property(lambda _: _CaptureOnlyLogger("self.logger", self._notice))
-        loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._notice)])
+        logger = property(lambda _: _CaptureOnlyLogger("self.logger", self._only_at_capture))
+        loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._only_at_capture)])
         return [
             mock.patch.object(builtins, "print", noticed_print),
+            *(
+                mock.patch.object(owner, "print", lambda _, *args, **kwargs: noticed_print(*args))
+                for owner in (LightningModule, Trainer)
+            ),
             mock.patch.object(LightningModule, "logger", logger),
             mock.patch.object(LightningModule, "loggers", loggers),
         ]
+
+    def _only_at_capture(self, message: str) -> None:
+        if self._strict:
+            raise self._watcher.refuse(message)
+        self._notice(message)
 
     def _metric_recorders(self, metric: nn.Module) -> dict[str, Callable[..., Any]]:
         real: dict[str, Callable[..., Any]] = {

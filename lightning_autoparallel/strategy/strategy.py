@@ -38,6 +38,7 @@ from lightning_autoparallel.strategy.launch import check_module
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.steps import LightningSteps
+from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 
 
 class AutoParallelStrategy(SavingStrategy):
@@ -289,7 +290,7 @@ class AutoParallelStrategy(SavingStrategy):
         assert self._steps is not None
         if self._skips:
             return closure_loss
-        with self._steps.backward():
+        with self._steps.backward(), shards_asked_for_nan():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(

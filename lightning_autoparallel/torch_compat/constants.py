@@ -103,7 +103,7 @@ class KnownConstants:
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         values = None
-        if all(_value(tensor) is not None for tensor in tensors) and (results or written):
+        if all(_value(tensor) is not None for tensor in tensors) and (results or written) and _all_plain(args, kwargs):
             values = self._values(function, args, kwargs, results)
         if values is None:
             self._forget(written)
@@ -141,6 +141,12 @@ class KnownConstants:
 
 def _selects(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype is torch.bool
+
+
+def _all_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no argument stands for a value of another step: such ones have a torch function of their own."""
+    leaves = tree_flatten((args, kwargs))[0]
+    return not any(hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor) for leaf in leaves)
 
 
 def _value(tensor: Any) -> Tensor | None:

@@ -46,6 +46,19 @@ def test_ranks_with_different_numbers_of_rows(kind, worlds: Worlds) -> None:
         assert seconds < SECONDS
 
 
+class UnevenLengths(Net):
+    """Rank 1 pads to another length."""
+
+    def loader(self, rank, shards):
+        own = [(x.repeat(1, 1 + rank), y) for x, y in super().loader(rank, shards)]
+        return DataLoader(own, batch_size=None)
+
+
+def test_ranks_with_different_lengths(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, UnevenLengths, timeout_s=SECONDS):
+        assert "dim 1 of leaf '0' is 6 and 12 long: pad to one length on all ranks (padding='max_length'" in text
+
+
 class Weighted(Net):
     """A leaf of another length than the batch, a weight per feature."""
 

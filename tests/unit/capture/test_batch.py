@@ -143,10 +143,11 @@ def test_batches_that_share_a_graph(other, same: bool):
     assert (hash(mine) == hash(theirs)) or not same
 
 
-def test_numbers_in_a_batch_distinguish_it():
-    layouts = [describe_batch(flatten_batch({"x": torch.zeros(2), "n": n})[0]) for n in (3, 4)]
-    assert layouts[0] != layouts[1]
-    assert str(layouts[0]) == "x: float32[2], n: 3"
+def test_truth_values_in_a_batch_distinguish_it_and_numbers_do_not():
+    """What the step decides by a number is a guard."""
+    layouts = [describe_batch(flatten_batch({"x": torch.zeros(2), "n": n})[0]) for n in (3, 4, True, False)]
+    assert layouts[0] == layouts[1] and layouts[2] != layouts[3]
+    assert [str(layout) for layout in layouts[1:3]] == ["x: float32[2], n: 'int'", "x: float32[2], n: True"]
 
 
 def test_a_batch_that_is_a_tensor():

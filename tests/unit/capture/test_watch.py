@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_autoparallel.capture import Watcher
-from lightning_autoparallel.errors import CaptureError
 
 HERE = Path(__file__).name
 
@@ -79,11 +78,11 @@ def test_the_same_decision_is_kept_once():
     assert len(watcher.guards) == 1
 
 
-def test_a_new_run_forgets_the_old_one():
+def test_a_capture_that_starts_over_forgets_the_old_one():
     watcher = Watcher({"i": 4})
     assert watcher.value("i") == 4
     _ = f"{watcher.value('i')}"
-    watcher.start()
+    watcher.forget()
     assert watcher.guards == () and watcher.formatted_at == set()
 
 
@@ -91,13 +90,18 @@ def test_a_new_run_forgets_the_old_one():
     "compute",
     [lambda i, t: i * t, lambda i, t: t * i, lambda i, t: i - t, lambda i, t: t / i, lambda i, t: (i + 1) * t],
 )
-def test_arithmetic_with_a_tensor_is_refused(compute):
-    """The graph would keep one step's value."""
+def test_without_a_capture_torch_is_given_the_number(compute):
+    """Which is a decision on it."""
     watcher = Watcher({"step": 4})
-    with pytest.raises(CaptureError) as caught:
-        compute(watcher.value("step"), torch.ones(2))
-    assert str(caught.value).startswith(f"{HERE}:")
-    assert "computes with" in str(caught.value)
+    torch.testing.assert_close(compute(watcher.value("step"), torch.ones(2)), compute(4, torch.ones(2)))
+    (guard,) = watcher.guards
+    assert guard.exact and not guard.holds({"step": 5})
+
+
+def test_it_says_that_it_is_a_number():
+    watcher = Watcher({"i": 4})
+    assert isinstance(watcher.value("i"), int) and isinstance(watcher.value("i") / 2, float)
+    assert watcher.guards == ()
 
 
 def test_formatting_is_no_decision_but_is_noted():

@@ -289,6 +289,78 @@ class Strings(Net):
         return {"loss": loss * batch["n"], "id": batch["id"], "index": i}
 
 
+class ChangesTheBatch(Net):
+    def __init__(self):
+        super().__init__()
+        self.given = {i: Net.batch(self, i) for i in range(6)}
+
+    def batch(self, i):
+        return self.given[i]
+
+    def step(self, x, i):
+        x[x > 0] = 0.5
+        x[:, 0] += i
+        return self.loss(x)
+
+    def seen(self):
+        return list(self.given.values())
+
+
+class ReadsStringsInC(Strings):
+    def step(self, batch, i):
+        return self.loss(batch["x"]) * len("-".join([batch["kind"], "x"]))
+
+
+class OfHyperparameters(Net):
+    """A dict of a class of its own, and globals: numbers in them become inputs as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.hparams = Attributes(beta=1.0)
+
+    def between(self, i):
+        self.hparams.beta = 1.0 + i
+        SCALE["value"] = float(i)
+
+    def step(self, x, i):
+        return self.loss(x) * self.hparams.beta * SCALE["value"]
+
+
+class Attributes(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+
+class Blocks(Net):
+    """Equal blocks are traced once; what one of them reads is read of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def between(self, i):
+        self.blocks[3].config.scale = 2.0 if i == 3 else 1.0
+        self.blocks[2].add = i == 4
+
+    def step(self, x, i):
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.add, self.config = nn.Linear(3, 3), False, SimpleNamespace(scale=1.0)
+
+    def forward(self, x):
+        x = self.inner(x) * self.config.scale
+        return x + 1 if self.add else x
+
+
 CASES = [
     (Weight, 2),
     (Branch, 2),
@@ -313,6 +385,10 @@ CASES = [
     (Caches, 2),
     (Deletes, 1),
     (Strings, 2),
+    (ChangesTheBatch, 1),
+    (ReadsStringsInC, 2),
+    (OfHyperparameters, 2),
+    (Blocks, 3),
 ]
 
 
@@ -416,7 +492,24 @@ class Holds(Net):
             return self.loss(x)
 
 
+class ChangesAParameter(Net):
+    def step(self, x, i):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.loss(x)
+
+
+class DifferentiatesTheBatch(Net):
+    def step(self, x, i):
+        x.requires_grad_()
+        loss = self.loss(x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 REFUSED = [
+    (ChangesAParameter, "changes the parameter linear.weight in place"),
+    (DifferentiatesTheBatch, "asks for the gradient of batch leaf"),
     (Numpy, "draws from numpy.random"),
     (Python, "draws from Python's random"),
     (Clock, "asks for the time"),
