@@ -23,7 +23,14 @@ from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import is_user_file, user_line
 
 _RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_global_rank", "get_group_rank")
-_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier")
+_COLLECTIVES: tuple[str, ...] = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "broadcast",
+    "barrier",
+)
 _COLLECTIVES += ("broadcast_object_list", "gather", "scatter", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 _COLLECTIVES += ("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group")
 
@@ -100,7 +107,11 @@ class StepCalls:
             self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
 
     def _of_module(self, module: Any, name: str) -> None:
-        if isinstance(module, ModuleType) and name in vars(module) and is_user_file(getattr(module, "__file__", None) or "<built in>"):
+        if (
+            isinstance(module, ModuleType)
+            and name in vars(module)
+            and is_user_file(getattr(module, "__file__", None) or "<built in>")
+        ):
             self._note(Place("global", vars(module), name, f"{module.__name__}.{name}"), vars(module)[name])
 
     def _note(self, place: Place, value: Any) -> None:
@@ -175,7 +186,11 @@ def _questions() -> dict[CodeType, str]:
     """Python functions whose answer is of one rank or one moment -> what the step does with them."""
     asks = {name: f"asks for the ranks (torch.distributed.{name})" for name in _RANKS}
     asks |= {name: f"talks to other ranks (torch.distributed.{name})" for name in _COLLECTIVES}
-    found = {_code(getattr(dist, name)): f"{text}: a captured step is one program" for name, text in asks.items() if hasattr(dist, name)}
+    found = {
+        _code(getattr(dist, name)): f"{text}: a captured step is one program"
+        for name, text in asks.items()
+        if hasattr(dist, name)
+    }
     for function in (uuid.uuid1, uuid.uuid4):
         found[_code(function)] = f"makes an id (uuid.{function.__name__}), which would stay that of capture"
     return found

@@ -99,8 +99,8 @@ class StateGuards:
             change = read.frozen.difference(read.place.read())
             if change is not None:
                 keys, before, now = change
-                place = functools.reduce(item_of, keys, read.place)
-                found.append(Difference(place=place, text=place.text, line=read.line, before=before, now=now))
+                part = functools.reduce(item_of, keys, read.place)
+                found.append(Difference(place=part, text=part.text, line=read.line, before=before, now=now))
         for tensor, version, place in self._tensors:
             now = tensor if place is None else place.read()
             if now is not tensor or tensor._version != version:

@@ -117,7 +117,9 @@ def _filled(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _clamped(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bounds = dict(zip(("min", "max"), args[1:], strict=False)) | {k: v for k, v in kwargs.items() if k in ("min", "max")}
+    bounds = dict(zip(("min", "max"), args[1:], strict=False)) | {
+        k: v for k, v in kwargs.items() if k in ("min", "max")
+    }
     if _plain_name(function) != function.__name__:  # in place
         return function(args[0], **{key: exact_value(bound) for key, bound in bounds.items()})
     result = args[0]

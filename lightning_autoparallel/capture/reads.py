@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
-from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number, is_plain
+from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number
 from lightning_autoparallel.capture.sources import is_engine_file, user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import Watcher, is_watched
-from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tracing import is_real
 
 _MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.nn.modules.container"].__file__}
@@ -110,10 +109,10 @@ class StateReads:
         """Give containers that a run changed in place their content again; the text of the first one."""
         found = None
         for read in self.reads.values():
-            if read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset):
-                if read.frozen.difference(read.frozen.value) is not None:
-                    found = found or read.place.text
-                    read.frozen.restore()
+            is_container = read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset)
+            if is_container and read.frozen.difference(read.frozen.value) is not None:
+                found = found or read.place.text
+                read.frozen.restore()
         return found
 
     def writes(self) -> int:
@@ -169,7 +168,7 @@ class StateReads:
         except AttributeError:
             self.note(self._place("attribute", owner, name), MISSING)
             raise
-        if not (name in attributes_of(owner)):  # a cached property has filled it by now
+        if name not in attributes_of(owner):  # a cached property has filled it by now
             self.note(self._place("attribute", owner, name), MISSING)
         if static is not MISSING and not hasattr(type(static), "__get__"):
             return self.note(self._place("attribute", static_in, name), value)
@@ -188,7 +187,9 @@ class StateReads:
         value = original(owner, name)
         if name == "__dict__" and not _asked_by_torch():
             if isinstance(owner, nn.Module):
-                raise self.watcher.refuse(f"{user_line()} reads all attributes of a module at once: they change as it trains")
+                raise self.watcher.refuse(
+                    f"{user_line()} reads all attributes of a module at once: they change as it trains"
+                )
             self._note_content(self._place("slot", owner, name), value)
         return value
 
@@ -223,8 +224,7 @@ class StateReads:
             if known is None:
                 self._keep(place, Frozen(value=None, kind=type(value), content=False))
             return self._stand_in(place, value)
-        if known is None:
-            self._note_content(place, value)
+        self._note_content(place, value)
         return value
 
     def _tensor(self, place: Place, value: Tensor) -> Tensor:
@@ -299,7 +299,9 @@ class StateReads:
         elif isinstance(value, nn.Module):
             self._meet_module(value, text)
         elif isinstance(value, _STATEFUL) or hasattr(type(value), "__next__"):
-            raise self.watcher.refuse(f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used")
+            raise self.watcher.refuse(
+                f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used"
+            )
         elif can_instrument(type(value)):
             self._known[id(value)] = (value, text)
             self._instrument.add(type(value))

@@ -26,13 +26,18 @@ from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tracing import is_real
 
+_IN_PLACE = {
+    f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
 class StepState:
     """The reads, writes, numbers and draws of one step; ``numbers`` are identities of places that are fed."""
 
-    def __init__(self, module: nn.Module, watcher: Watcher | None = None, numbers: frozenset[Any] = frozenset()) -> None:
+    def __init__(
+        self, module: nn.Module, watcher: Watcher | None = None, numbers: frozenset[Any] = frozenset()
+    ) -> None:
         self.watcher = watcher or Watcher({})
         self.module, self.numbers = module, numbers
         self.needs_vector = False
@@ -93,6 +98,8 @@ class StepState:
         args, kwargs = self._arguments(function, args, kwargs)
         with self.reads.paused(), self._calls.paused():
             result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        if args and isinstance(args[0], Tensor) and is_real(args[0]) and id(args[0]) not in self.reads.tensors:
+            return result  # a part of what nothing tells of
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(leaf, Tensor) and is_real(leaf):
                 self.reads.tensors.setdefault(id(leaf), (leaf, None))
@@ -116,18 +123,25 @@ class StepState:
         if type(value) in (list, tuple):
             return type(value)(self._argument(function, item, False) for item in value)
         if isinstance(value, torch.Generator):
-            raise self.watcher.refuse(f"{user_line()} draws from a torch.Generator: every step would get the same numbers")
+            raise self.watcher.refuse(
+                f"{user_line()} draws from a torch.Generator: every step would get the same numbers"
+            )
         return read_leaf(value) if type(value) is Unread else value
 
     def _real(self, function: Callable[..., Any], tensor: Tensor, first: bool) -> None:
         """A tensor of the outside is used: it must have been found where a real step finds it too."""
         name = str(getattr(function, "__name__", ""))
-        if name in ("__get__", "__set__") or self.reads.is_own(tensor):
+        if name == "__get__":
             return
+        if self.reads.is_own(tensor):
+            raise self.watcher.refuse(
+                f"{user_line()} uses a parameter or buffer that it found elsewhere than in its module: the graph has "
+                "one input for it, which is found there"
+            )
         if id(tensor) not in self.reads.tensors:
             raise self.watcher.refuse(
-                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep it as "
-                "a buffer or an attribute of a module"
+                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep "
+                "it as a buffer or an attribute of a module"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise self.watcher.refuse(
@@ -135,11 +149,10 @@ class StepState:
             )
         if name in _VALUE_READS:
             self._values_read.add(id(tensor))
-        if first and (name == "out" or (name.endswith("_") and not name.endswith("__")) or name[:3] in ("__i", "__s")):
-            if name not in ("__invert__", "__index__", "__int__", "__setstate__", "__sub__"):
-                raise self.watcher.refuse(
-                    f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
-                )
+        if first and writes_in_place(name):
+            raise self.watcher.refuse(
+                f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
+            )
 
     def leaf(self, leaf: Any) -> Any:
         """A leaf of the batch as the step gets it: a plain one itself, if the step needs that."""
@@ -201,6 +214,13 @@ class StepState:
     def constants(self, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The graph's constants for a real step: those that Python found at a place are read there."""
         return tuple(self.feeds[i].read().to(old.device) if i in self.feeds else old for i, old in enumerate(captured))
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of torch, by its name, changes its first argument."""
+    if name.startswith("__") and name.endswith("__"):
+        return name == "__setitem__" or name[2:-2] in _IN_PLACE
+    return name.endswith("_")
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

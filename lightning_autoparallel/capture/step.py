@@ -38,7 +38,6 @@ from lightning_autoparallel.torch_compat.tracing import (
 )
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
-
 NUMBERS = "the step's numbers"  # the name of the graph's input for them
 
 
@@ -105,7 +104,7 @@ class _Step(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
         state = dict(zip(self._names, tensors, strict=False))
-        given = tensors[len(self._names) :]
+        given = list(tensors[len(self._names) :])
         if self.state.needs_vector:
             *given, self.state.watcher.vector = given
         given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]

@@ -65,7 +65,7 @@ class StateWrites:
             ):
                 self._add("set", written.place, value, written.line)
         for container, line in list(self.reads.changed.values()):
-            if type(container) is ListStandIn:
+            if isinstance(container, ListStandIn):
                 self._list(container, line)
             else:
                 for key, value in container.written.items():
@@ -150,5 +150,7 @@ def _is_state_of_module(place: Place, line: str) -> bool:
     if not isinstance(owner, nn.Module):
         return False
     if place.key in owner._parameters or place.key in owner._modules:
-        raise CaptureError(f"{line} assigns a parameter or a module to {place.text}: a step's graph has those it began with")
+        raise CaptureError(
+            f"{line} assigns a parameter or a module to {place.text}: a step's graph has those it began with"
+        )
     return place.key in owner._buffers

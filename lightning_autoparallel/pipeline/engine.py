@@ -191,7 +191,9 @@ class StepEngine:
             inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
         with self.seeded(variant.step), around():
             results = run_step(variant.at_this_step(), inputs, variant.layouts)
-        return self._distribute(variant, results, buffers, numbers, lambda given: state.writes.replay(given, numbers, found, tensors))
+        return self._distribute(
+            variant, results, buffers, numbers, lambda given: state.writes.replay(given, numbers, found, tensors)
+        )
 
     def _distribute(
         self,
@@ -320,7 +322,10 @@ class StepEngine:
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
     def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
-        differences = sorted((found for variant in reversed(known) for found in variant.state.differences()), key=lambda found: not found.is_number)
+        differences = sorted(
+            (found for variant in reversed(known) for found in variant.state.differences()),
+            key=lambda found: not found.is_number,
+        )
         repeated = exact_repeats([variant.state.watcher.guards for variant in known])
         if repeated is not None:
             raise CaptureError(_decides(repeated, len(known), call.name))
@@ -363,8 +368,8 @@ class StepEngine:
 
 def _decides(guard: Guard, variants: int, name: str) -> str:
     return (
-        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} were "
-        "captured; compute it on tensors, or raise max_captures"
+        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
+        "were captured; compute it on tensors, or raise max_captures"
     )
 
 

@@ -19,11 +19,16 @@ _TALKS = ("all_gather", "broadcast", "barrier", "reduce", "reduce_boolean_decisi
 
 def rank_patches(watcher: Watcher) -> list[Any]:
     """Patches for the duration of a run of the step; what they stand for refuses the capture."""
-    asked = [(LightningModule, name) for name in _RANKS]
+    asked: list[tuple[type, str]] = [(LightningModule, name) for name in _RANKS]
     asked += [(Trainer, name) for name in (*_RANKS, "world_size", "num_devices", "node_rank", "is_global_zero")]
-    patches = [_refused(watcher, owner, name, "asks for the ranks", "a captured step is one program for all") for owner, name in asked]
+    patches = [
+        _refused(watcher, owner, name, "asks for the ranks", "a captured step is one program for all")
+        for owner, name in asked
+    ]
     patches += [
-        _refused(watcher, Trainer, name, "reads logged values", "they are known at real steps only, and change with each")
+        _refused(
+            watcher, Trainer, name, "reads logged values", "they are known at real steps only, and change with each"
+        )
         for name in _METRICS
     ]
     for owner in (LightningModule, Strategy):
@@ -42,6 +47,8 @@ def _refused(watcher: Watcher, owner: type, name: str, does: str, why: str) -> A
 
 def _talks(watcher: Watcher, name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise watcher.refuse(f"{user_line()} talks to other ranks ({name}): a captured step sees the global batch already")
+        raise watcher.refuse(
+            f"{user_line()} talks to other ranks ({name}): a captured step sees the global batch already"
+        )
 
     return refuse

@@ -102,7 +102,12 @@ class LightningEffects:
         """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""
         self._calls, self._tensors, self._metric_values = [], [], 0
         with contextlib.ExitStack() as stack:
-            for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches(), *rank_patches(self._watcher)):
+            for patch in (
+                *self._log_patches(),
+                *self._counter_patches(),
+                *self._output_patches(),
+                *rank_patches(self._watcher),
+            ):
                 stack.enter_context(patch)
             for metric in outermost_metrics(self._module):
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
@@ -211,7 +216,10 @@ class LightningEffects:
         loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._only_at_capture)])
         return [
             mock.patch.object(builtins, "print", noticed_print),
-            *(mock.patch.object(owner, "print", lambda _, *args, **kwargs: noticed_print(*args)) for owner in (LightningModule, Trainer)),
+            *(
+                mock.patch.object(owner, "print", lambda _, *args, **kwargs: noticed_print(*args))
+                for owner in (LightningModule, Trainer)
+            ),
             mock.patch.object(LightningModule, "logger", logger),
             mock.patch.object(LightningModule, "loggers", loggers),
         ]

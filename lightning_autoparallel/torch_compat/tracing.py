@@ -38,10 +38,10 @@ from lightning_autoparallel.torch_compat.constants import KnownConstants
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 __all__ = [
-    "TorchCall",
     "DATA_DEPENDENT_ERRORS",
     "FakeTensorMode",
     "JointExport",
+    "TorchCall",
     "active_fake_mode",
     "annotate_nodes",
     "collection_paused",
@@ -169,6 +169,8 @@ def collection_paused() -> Iterator[None]:
 def _input_position(desc: object) -> tuple[str, int]:
     if isinstance(desc, PlainAOTInput):
         return "argument", desc.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
+        return "mutation", -1  # of a parameter, which is refused
     assert isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput), f"unknown graph input {desc}"
     return "tangent", desc.output.idx
 
@@ -235,7 +237,8 @@ def _call_it(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 class record_frames(TorchFunctionMode):
     """Annotate every node with what ``describe(frame)`` says of the Python frame that called torch.
 
-    ``call(function, args, kwargs)`` makes each call that the step makes. Reading the value of a tensor that the step made out of Python numbers gives that value.
+    ``call(function, args, kwargs)`` makes each call that the step makes. Reading the value of a tensor that the step
+    made out of Python numbers gives that value.
     """
 
     def __init__(self, describe: Callable[[Any], dict[str, Any]], call: TorchCall | None = None) -> None:

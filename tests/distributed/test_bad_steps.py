@@ -44,16 +44,16 @@ class SelectsByValue(Net):
         return self.loss((x[y > 0], y[y > 0]))  # here
 
 
-class AddsBatchIndex(Net):
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * batch_idx  # here
-
-
 class NamesByBatchIndex(Net):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log(f"loss_{batch_idx}", loss)  # here
         return loss
+
+
+class AsksForTheRank(Net):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * dist.get_rank()  # here
 
 
 class ReturnsNothing(Net):
@@ -70,10 +70,7 @@ CASES = [
     (ReadsItem, "reads a tensor's value (.item()); use torch.where or log the tensor"),
     (BranchesOnTensor, "reads a tensor's value (if loss > 1:  # here); use torch.where or log the tensor"),
     (SelectsByValue, "makes a shape that depends on a tensor's values"),
-    (
-        AddsBatchIndex,
-        "computes with batch_idx and a tensor: the graph would keep the value of one step; put the number",
-    ),
+    (AsksForTheRank, "asks for the ranks (torch.distributed.get_rank): a captured step is one program"),
     (NamesByBatchIndex, "writes a step's number into the name 'loss_0' of a logged value"),
 ]
 
@@ -97,33 +94,40 @@ def test_no_loss(kind, message, worlds: Worlds) -> None:
         assert message in text
 
 
-class DependsOnRank(Net):
+class Ranked(Net):
+    """Knows its rank, as a hook may."""
+
+    def on_train_start(self):
+        self.mine = dist.get_rank()
+
+
+class DependsOnRank(Ranked):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        if dist.get_rank() == 1:
+        if self.mine == 1:
             loss = loss * 2  # here
         return loss
 
 
-class DependsOnRankLater(Net):
+class DependsOnRankLater(Ranked):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        if batch_idx == 2 and dist.get_rank() == 1:
+        if batch_idx == 2 and self.mine == 1:
             loss = loss * 2
         return loss
 
 
-class FailsOnOneRank(Net):
+class FailsOnOneRank(Ranked):
     def training_step(self, batch, batch_idx):
-        if dist.get_rank() == 1:
+        if self.mine == 1:
             raise KeyError("only here")
         return self.loss(batch)
 
 
-class ReadsItemOnOneRank(Net):
+class ReadsItemOnOneRank(Ranked):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        if dist.get_rank() == 1:
+        if self.mine == 1:
             loss.item()  # here
         return loss
 
@@ -165,9 +169,9 @@ def test_a_read_value_of_one_rank_stops_all(worlds: Worlds) -> None:
     assert message in second[0]
 
 
-class RankLaterFails(Net):
+class RankLaterFails(Ranked):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and dist.get_rank() == 1:
+        if batch_idx == 2 and self.mine == 1:
             raise KeyError("at the third step")
         return self.loss(batch)
 

@@ -84,7 +84,9 @@ def run_captured(module: Net, told: Told, steps: int = STEPS, **config: Any) -> 
             training=True,
             loss_leaf=lambda output: output["loss"] if isinstance(output, dict) else output,
         )
-        return [_one(module, lambda i=i: engine.execute(call, module.batch(i), {"i": i}).output, i) for i in range(steps)]
+        return [
+            _one(module, lambda i=i: engine.execute(call, module.batch(i), {"i": i}).output, i) for i in range(steps)
+        ]
     finally:
         dist.destroy_process_group()
 
@@ -95,7 +97,9 @@ def _one(module: Net, run: Callable[[], Any], i: int) -> Any:
     output = run()
     (output["loss"] if isinstance(output, dict) else output).backward()
     gradients = [None if p.grad is None else p.grad for p in module.parameters()]
-    return [plain(output)] + [None if g is None else plain(getattr(g, "full_tensor", lambda g=g: g)()) for g in gradients]
+    return [plain(output)] + [
+        None if g is None else plain(getattr(g, "full_tensor", lambda g=g: g)()) for g in gradients
+    ]
 
 
 def plain(value: Any) -> Any:
