@@ -94,17 +94,17 @@ class StateGuards:
 
     def differences(self) -> list[Difference]:
         """What is not as it was."""
-        found: list[Difference] = []
+        found = []
         for read in self._reads:
             change = read.frozen.difference(read.place.read())
             if change is not None:
                 keys, before, now = change
-                place = functools.reduce(item_of, keys, read.place)
-                found.append(Difference(place=place, text=place.text, line=read.line, before=before, now=now))
-        for tensor, version, where in self._tensors:
-            now = tensor if where is None else where.read()
+                part = functools.reduce(item_of, keys, read.place)
+                found.append(Difference(place=part, text=part.text, line=read.line, before=before, now=now))
+        for tensor, version, place in self._tensors:
+            now = tensor if place is None else place.read()
             if now is not tensor or tensor._version != version:
-                text = "a tensor" if where is None else where.text
+                text = "a tensor" if place is None else place.text
                 found.append(Difference(place=None, text=text, line="?", before=tensor, now=now))
         return found
 

@@ -35,8 +35,14 @@ def _asks(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *others: function(read_leaf(self), *map(read_leaf, others))
 
 
-_UNARY: dict[str, Callable[..., Any]]
-_UNARY = {"hash": hash, "len": len, "iter": iter, "bool": bool, "int": int, "float": float}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "hash": hash,
+    "len": len,
+    "iter": iter,
+    "bool": bool,
+    "int": int,
+    "float": float,
+}
 _BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "add", "mod", "mul", "getitem", "contains", "fspath", "index")
 for _name, _function in _UNARY.items():
     setattr(Unread, f"__{_name}__", _asks(_function))

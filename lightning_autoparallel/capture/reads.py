@@ -224,8 +224,7 @@ class StateReads:
             if known is None:
                 self._keep(place, Frozen(value=None, kind=type(value), content=False))
             return self._stand_in(place, value)
-        if known is None:
-            self._note_content(place, value)
+        self._note_content(place, value)
         return value
 
     def _tensor(self, place: Place, value: Tensor) -> Tensor:

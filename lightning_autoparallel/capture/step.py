@@ -246,12 +246,16 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
 
 def _changes_input(request: StepRequest, position: int) -> CaptureError:
     """The error for a step that changes what only the optimizer does, or what is differentiated."""
-    names = [f"parameter {name}" for name in request.parameters] + [f"buffer {name}" for name in request.buffers]
-    names += [f"batch leaf '{leaf.path}'" for leaf in request.layout.tensors]
-    return CaptureError(
-        f"{request.name} changes the {names[position]} in place: in a captured step only the optimizer does; keep what "
-        "it computes as a buffer"
-    )
+    parameters, buffers = list(request.parameters), list(request.buffers)
+    if position < len(parameters):
+        what, remedy = f"parameter {parameters[position]} in place", "only the optimizer may; keep it as a buffer"
+    elif position < len(parameters) + len(buffers):
+        what = f"buffer {buffers[position - len(parameters)]} to a value that carries a gradient"
+        remedy = "write value.detach()"
+    else:
+        leaf = request.layout.tensors[position - len(parameters) - len(buffers)]
+        what, remedy = f"batch leaf '{leaf.path}' to a value that carries a gradient", "change a copy of it"
+    return CaptureError(f"{request.name} changes the {what}: {remedy}")
 
 
 def _with_vector(request: StepRequest) -> StepRequest:
