@@ -42,7 +42,7 @@ def whole_lists_of_constants() -> Iterator[None]:
         known = _value(tensor)
         if known is None:
             return traced(tensor)
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             return known.tolist()
 
     with mock.patch.object(FunctionalTensor, "tolist", tolist):

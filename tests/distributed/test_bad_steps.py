@@ -197,7 +197,7 @@ def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
         expected = (
             f"{line_of(DecidesByBatchIndex, 'here')} decides by `int(batch_idx)` differently at nearly every step: 3"
         )
-        assert text.startswith(f"CaptureError: {expected} variants of training_step were captured")
+        assert text.startswith(f"TooManyCapturesError: {expected} variants of training_step were captured")
 
 
 class NeedsItsStart(Net):
