@@ -4,6 +4,7 @@ from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, describ
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaves import leaf_counters
+from lightning_autoparallel.capture.modes import ModuleStates
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher, exact_repeats
@@ -13,6 +14,7 @@ __all__ = [
     "BatchLayout",
     "BatchLeaf",
     "Guard",
+    "ModuleStates",
     "NoEffects",
     "StepEffects",
     "StepRequest",

@@ -17,6 +17,7 @@ from lightning_autoparallel.apply import ParameterLayout, materialise_module, pa
 from lightning_autoparallel.capture import (
     BatchLayout,
     Guard,
+    ModuleStates,
     StepEffects,
     StepRequest,
     StepState,
@@ -112,6 +113,7 @@ class StepEngine:
     reports: dict[str, PlanReport] = field(default_factory=dict)
     _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    _modes: ModuleStates | None = None
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
@@ -238,10 +240,9 @@ class StepEngine:
 
     def _module_state(self) -> Any:
         """What besides the batch changes the graph: modes of submodules, frozen parameters."""
-        return (
-            tuple(submodule.training for submodule in self.module.modules()),
-            tuple(parameter.requires_grad for parameter in self.module.parameters()),
-        )
+        if self._modes is None:
+            self._modes = ModuleStates(self.module)
+        return self._modes.key()
 
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
