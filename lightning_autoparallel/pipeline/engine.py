@@ -24,6 +24,7 @@ from lightning_autoparallel.apply import (
 from lightning_autoparallel.capture import (
     BatchLayout,
     Guard,
+    ModuleStates,
     StepRequest,
     StepState,
     TensorSpec,
@@ -78,6 +79,7 @@ class StepEngine:
     replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    _modes: ModuleStates | None = None
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
@@ -197,10 +199,9 @@ class StepEngine:
 
     def _module_state(self) -> Any:
         """What besides the batch changes the graph: modes of submodules, frozen parameters."""
-        return (
-            tuple(submodule.training for submodule in self.module.modules()),
-            tuple(parameter.requires_grad for parameter in self.module.parameters()),
-        )
+        if self._modes is None:
+            self._modes = ModuleStates(self.module)
+        return self._modes.key()
 
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
