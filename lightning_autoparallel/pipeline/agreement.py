@@ -115,8 +115,8 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
     """Compare what ranks are about to run, before any of them starts a collective.
 
     Raises:
-        RanksDifferError: they hold batches of different shapes.
-        ConfigError: they hold different values of a replicated leaf, or froze different parameters.
+        RanksDifferError: they hold batches of different shapes, or different values of a replicated leaf.
+        ConfigError: they froze different parameters.
         CaptureError: they took different branches.
     """
     if control.agrees(repr(mine)):
@@ -131,7 +131,7 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
             )
     for rank, theirs in enumerate(everyone):
         for path in [path for path, digest in first.values.items() if theirs.values.get(path) != digest]:
-            raise ConfigError(
+            raise RanksDifferError(
                 f"batch leaf '{path}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, "
                 f"so it is replicated; give all ranks the same values, or set batch_dims={{'{path}': 0}}"
             )

@@ -85,6 +85,7 @@ class Weighted(Net):
 
 class WeightedDifferently(Weighted):
     differ = True
+    strategy: ClassVar = {"capture": "step"}
 
 
 def test_a_leaf_of_another_length_is_replicated(worlds: Worlds) -> None:
@@ -94,7 +95,7 @@ def test_a_leaf_of_another_length_is_replicated(worlds: Worlds) -> None:
 def test_a_replicated_leaf_with_different_values(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, WeightedDifferently, timeout_s=SECONDS):
         assert text.startswith(
-            "ConfigError: batch leaf 'weight' has other values on rank 1 than on rank 0, but its dim 0"
+            "RanksDifferError: batch leaf 'weight' has other values on rank 1 than on rank 0, but its dim 0"
         )
         assert "give all ranks the same values, or set batch_dims={'weight': 0}" in text
 
