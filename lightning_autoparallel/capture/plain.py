@@ -180,7 +180,7 @@ class Freezer:
 def contents(value: Any) -> dict[Any, Any] | None:
     """The entries of a container by key or position; None for what is no container."""
     if isinstance(value, dict):
-        parts = dict(dict.items(value))
+        parts = dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
         extra = {} if type(value) in (dict, OrderedDict) else attributes_of(value)
         return parts | {("attribute", name): part for name, part in extra.items()}
     if isinstance(value, (list, tuple)):
