@@ -12,7 +12,6 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.plan import first_difference
 
-
 _SETTING = "the setting "
 
 
