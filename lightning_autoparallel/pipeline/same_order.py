@@ -52,8 +52,8 @@ def _cause(node: str) -> str:
     if node.startswith(_SETTING):
         return same
     return (
-        f"{same}; where they have that, what is cut there does not divide by the ranks of its axis, and their parts "
-        "are written differently: choose sizes (heads, features) that divide, or 'R' in the rule"
+        f"{same}; where they have that already, a size that a rule cuts may not divide by the ranks of its axis "
+        "(heads, features): try one that does, or 'R' in the rule"
     )
 
 
