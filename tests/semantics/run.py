@@ -50,7 +50,7 @@ class Outcome:
 class MemoryLogger(Logger):
     """Keeps what is logged, on every rank; itself what steps call as `experiment`."""
 
-    name, version, save_dir = "memory", 0, "memory/0"
+    name, version, save_dir = "memory", 0, f"{tempfile.gettempdir()}/memory/0"
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def make_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": tempfile.gettempdir(),
         **({} if strategy is None else {"strategy": strategy}),
-        **kind.trainer_options,
+        **module.options(),
     }
     return Trainer(
         accelerator="cpu",
