@@ -31,6 +31,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorldsTogeth
     return WorldsTogether(config, log)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table of the third-party models, where any were trained."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    rows = sorted(str(row) for report in reports for name, row in report.user_properties if name == "thirdparty")
+    if rows:
+        terminalreporter.write_sep("=", "third-party models")
+        terminalreporter.write_line("\n".join(rows))
+
+
 @pytest.fixture(autouse=True)
 def hermetic() -> Iterator[None]:
     """Fail the test if it leaves behind what `tests/_hermetic.py` lists."""

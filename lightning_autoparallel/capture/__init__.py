@@ -5,6 +5,7 @@ from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
 from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part
+from lightning_autoparallel.capture.modes import ModuleStates
 from lightning_autoparallel.capture.module_calls import describe_call
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
@@ -15,6 +16,7 @@ __all__ = [
     "BatchLayout",
     "BatchLeaf",
     "Guard",
+    "ModuleStates",
     "NoEffects",
     "StepEffects",
     "StepRequest",

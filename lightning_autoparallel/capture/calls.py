@@ -23,11 +23,16 @@ from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import is_user_file, user_line
 
 _RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_global_rank", "get_group_rank")
-_COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier"),
-    *("broadcast_object_list", "gather", "scatter", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-    *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group"),
+_COLLECTIVES: tuple[str, ...] = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "broadcast",
+    "barrier",
 )
+_COLLECTIVES += ("broadcast_object_list", "gather", "scatter", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_COLLECTIVES += ("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group")
 
 
 class StepCalls:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import is_, itemgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import equal, is_number, is_plain, shown
@@ -34,31 +34,20 @@ class Difference:
         return f"{self.text} was {shown(self.before)} and is {shown(self.now)} ({self.line})"
 
 
-@dataclass
 class _Attributes:
     """Attributes of one object that are compared by identity first; ``absent`` ones must stay so."""
 
-    table: dict[str, Any]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    absent: frozenset[str]
-    size: int = -1
-
-    def __post_init__(self) -> None:
-        self._get = itemgetter(*self.names, self.names[0]) if self.names else None
-        self._expected = (*self.values, self.values[0]) if self.names else ()
+    def __init__(self, table: dict[str, Any], values: dict[str, Any], absent: frozenset[str]) -> None:
+        self.table, self.absent = table, absent
+        names = tuple(values)
+        self.get = itemgetter(*names, names[0]) if names else None
+        self._expected = (*values.values(), values[names[0]]) if names else ()
 
     def hold(self) -> bool:
-        """Whether all are as they were; equal values become the expected ones."""
-        table = self.table
-        if len(table) != self.size:
-            if not table.keys().isdisjoint(self.absent):
-                return False
-            self.size = len(table)
-        if self._get is None:
-            return True
+        """Whether all values are as they were; equal ones become the expected ones."""
+        assert self.get is not None
         try:
-            now = self._get(table)
+            now = self.get(self.table)
         except KeyError:
             return False
         if all(map(is_, now, self._expected)):
@@ -68,6 +57,10 @@ class _Attributes:
         self._expected = now
         return True
 
+    def lacks(self) -> bool:
+        """Whether nothing has come that was absent."""
+        return self.table.keys().isdisjoint(self.absent)
+
 
 class StateGuards:
     """The guards of one captured step; ``tensors`` must be the same objects, unchanged in place."""
@@ -75,15 +68,34 @@ class StateGuards:
     def __init__(self, reads: Iterable[Read], tensors: Sequence[tuple[Tensor, Place | None]]) -> None:
         self._reads = list(reads)
         self._tensors = [(tensor, tensor._version, place) for tensor, place in tensors]
-        grouped = [read for read in self._reads if _is_simple(read)]
-        self._others = [read for read in self._reads if not _is_simple(read) and read.frozen.kind is not object]
-        self._groups = _groups(grouped)
+        compared = [read for read in self._reads if read.frozen.kind is not object]
+        simple = [read for read in compared if _is_simple(read)]
+        empty = [read for read in compared if _is_no_hook(read)]
+        self._others = [read for read in compared if not _is_simple(read) and not _is_no_hook(read)]
+        groups = _groups(simple)
+        self._groups = [group for group in groups if group.get is not None]
+        self._lacking = [group for group in groups if group.absent]
+        self._tables = [group.table for group in self._lacking]
+        self._sizes: list[int] = []
+        self._empty = [read.frozen.value for read in empty]
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         for group in self._groups:
             if not group.hold():
                 return False
+        return not any(self._empty) and self._lack() and self._others_hold()
+
+    def _lack(self) -> bool:
+        """Whether nothing has come that was absent: asked of objects where the number of attributes has changed."""
+        sizes = list(map(len, self._tables))
+        if sizes != self._sizes:
+            if not all(group.lacks() for group in self._lacking):
+                return False
+            self._sizes = sizes
+        return True
+
+    def _others_hold(self) -> bool:
         for read in self._others:
             if read.frozen.difference(read.place.read()) is not None:
                 return False
@@ -99,8 +111,8 @@ class StateGuards:
             change = read.frozen.difference(read.place.read())
             if change is not None:
                 keys, before, now = change
-                place = functools.reduce(item_of, keys, read.place)
-                found.append(Difference(place=place, text=place.text, line=read.line, before=before, now=now))
+                part = functools.reduce(item_of, keys, read.place)
+                found.append(Difference(place=part, text=part.text, line=read.line, before=before, now=now))
         for tensor, version, place in self._tensors:
             now = tensor if place is None else place.read()
             if now is not tensor or tensor._version != version:
@@ -118,16 +130,23 @@ def _is_simple(read: Read) -> bool:
     return frozen.kind is not object and frozen.array is None and (is_plain(value) or frozen.parts is None)
 
 
+def _is_no_hook(read: Read) -> bool:
+    """Whether a table of a module's hooks was empty: torch never replaces these tables."""
+    place = read.place
+    is_table = place.kind == "attribute" and isinstance(place.owner, nn.Module) and str(place.key)[-6:] == "_hooks"
+    named = str(place.key) in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    return (is_table or named or place.key == "_forward_hooks_always_called") and read.frozen.parts == {}
+
+
 def _groups(reads: Sequence[Read]) -> list[_Attributes]:
     by_owner: dict[int, list[Read]] = {}
     for read in reads:
         by_owner.setdefault(id(_table(read.place)), []).append(read)
     groups = []
     for own in by_owner.values():
-        there = [read for read in own if read.frozen.value is not MISSING]
+        values = {read.place.key: read.frozen.value for read in own if read.frozen.value is not MISSING}
         absent = frozenset(read.place.key for read in own if read.frozen.value is MISSING)
-        names, values = tuple(read.place.key for read in there), tuple(read.frozen.value for read in there)
-        groups.append(_Attributes(table=_table(own[0].place), names=names, values=values, absent=absent))
+        groups.append(_Attributes(_table(own[0].place), values, absent))
     return groups
 
 

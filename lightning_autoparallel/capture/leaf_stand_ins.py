@@ -16,11 +16,11 @@ class Unread:
     """A leaf that the step may hand on; to read it is a decision on its value."""
 
     def __init__(self, watcher: Watcher, name: str, text: str) -> None:
-        self._watcher, self._name, self._text = watcher, name, text
+        self._watcher, self.name, self._text = watcher, name, text
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self._watcher.counters[self._name])
+        return type(self._watcher.counters[self.name])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(read_leaf(self), name)
@@ -35,8 +35,14 @@ def _asks(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *others: function(read_leaf(self), *map(read_leaf, others))
 
 
-_UNARY: dict[str, Callable[..., Any]]
-_UNARY = {"hash": hash, "len": len, "iter": iter, "bool": bool, "int": int, "float": float}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "hash": hash,
+    "len": len,
+    "iter": iter,
+    "bool": bool,
+    "int": int,
+    "float": float,
+}
 _BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "add", "mod", "mul", "getitem", "contains", "fspath", "index")
 for _name, _function in _UNARY.items():
     setattr(Unread, f"__{_name}__", _asks(_function))
@@ -53,13 +59,13 @@ def read_leaf(value: Any) -> Any:
     """
     if type(value) is not Unread:
         return value
-    real = value._watcher.counters[value._name]
+    real = value._watcher.counters[value.name]
     if not is_plain(real):
         raise CaptureError(
             f"{user_line()} reads {value._text}, a {type(real).__name__}: the step would keep the first batch's; give "
             "it tensors, numbers and strings, in dicts, lists, tuples or dataclasses"
         )
-    name = value._name
+    name = value.name
     return value._watcher.decide(value._text, lambda counters: counters[name], exact=True)
 
 

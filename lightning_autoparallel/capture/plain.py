@@ -24,18 +24,33 @@ from lightning_autoparallel.capture.watch import is_watched
 from lightning_autoparallel.torch_compat.tracing import is_real
 
 _PLAIN: tuple[type, ...] = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, pathlib.PurePath),
-    *(datetime.date, datetime.timedelta, datetime.time, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
-    *(np.generic, np.dtype, re.Pattern),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+    range,
+    slice,
 )
+_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, pathlib.PurePath)
+_PLAIN += (datetime.date, datetime.timedelta, datetime.time, datetime.tzinfo, decimal.Decimal, fractions.Fraction)
+_PLAIN += (np.generic, np.dtype, re.Pattern)
 # Nothing that a step reads of them changes, or what does is read by Python that is seen.
 _FIXED: tuple[type, ...] = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodType, types.CodeType),
-    *(types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod),
-    *(classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType),
-    *(types.MemberDescriptorType, types.ClassMethodDescriptorType),
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.MethodType,
+    types.CodeType,
 )
+_FIXED += (types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod)
+_FIXED += (classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType)
+_FIXED += (types.MemberDescriptorType, types.ClassMethodDescriptorType)
 LARGEST = 4096  # entries of the containers that one guard compares
 _LARGEST_ARRAY = 65536
 
@@ -93,7 +108,7 @@ class Frozen:
         if not self.content:
             return None if type(now) is self.kind else ((), self.kind.__name__, now)
         if self.array is not None:
-            same = type(now) is self.kind and now.dtype == self.array.dtype and np.array_equal(now, self.array)
+            same = _same_array(self.array, now)
             return None if same else ((), "another array", now)
         if self.parts is None:
             return None if equal(self.value, now) else ((), self.value, now)
@@ -120,6 +135,10 @@ class Frozen:
                 dict.__setitem__(self.value, key, value)
         elif self.array is not None:
             self.value[...] = self.array
+
+
+def _same_array(one: np.ndarray[Any, Any], other: Any) -> bool:
+    return type(one) is type(other) and one.dtype == other.dtype and np.array_equal(one, other)
 
 
 @dataclass

@@ -109,10 +109,10 @@ class StateReads:
         """Give containers that a run changed in place their content again; the text of the first one."""
         found = None
         for read in self.reads.values():
-            if read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset):
-                if read.frozen.difference(read.frozen.value) is not None:
-                    found = found or read.place.text
-                    read.frozen.restore()
+            is_container = read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset)
+            if is_container and read.frozen.difference(read.frozen.value) is not None:
+                found = found or read.place.text
+                read.frozen.restore()
         return found
 
     def writes(self) -> int:
@@ -224,8 +224,7 @@ class StateReads:
             if known is None:
                 self._keep(place, Frozen(value=None, kind=type(value), content=False))
             return self._stand_in(place, value)
-        if known is None:
-            self._note_content(place, value)
+        self._note_content(place, value)
         return value
 
     def _tensor(self, place: Place, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lists and dicts that a step is given in the place of those it reads: they tell what is read, keep what is written.
+"""Lists and dicts that a step is given for those it reads: they tell what is read, and keep what is written.
 
 The real container stays as it is during a capture. What only grows is not read: its content needs no guard.
 """

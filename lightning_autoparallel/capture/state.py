@@ -26,6 +26,9 @@ from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tracing import is_real
 
+_IN_PLACE = {
+    f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -95,6 +98,8 @@ class StepState:
         args, kwargs = self._arguments(function, args, kwargs)
         with self.reads.paused(), self._calls.paused():
             result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        if args and isinstance(args[0], Tensor) and is_real(args[0]) and id(args[0]) not in self.reads.tensors:
+            return result  # a part of what nothing tells of
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(leaf, Tensor) and is_real(leaf):
                 self.reads.tensors.setdefault(id(leaf), (leaf, None))
@@ -126,12 +131,17 @@ class StepState:
     def _real(self, function: Callable[..., Any], tensor: Tensor, first: bool) -> None:
         """A tensor of the outside is used: it must have been found where a real step finds it too."""
         name = str(getattr(function, "__name__", ""))
-        if name in ("__get__", "__set__") or self.reads.is_own(tensor):
+        if name == "__get__":
             return
+        if self.reads.is_own(tensor):
+            raise self.watcher.refuse(
+                f"{user_line()} uses a parameter or buffer that it found elsewhere than in its module: the graph has "
+                "one input for it, which is found there"
+            )
         if id(tensor) not in self.reads.tensors:
             raise self.watcher.refuse(
-                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep it "
-                "as a buffer or an attribute of a module"
+                f"{user_line()} uses a tensor that is no input of the step, found where nothing tells of it; keep "
+                "it as a buffer or an attribute of a module"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise self.watcher.refuse(
@@ -139,7 +149,7 @@ class StepState:
             )
         if name in _VALUE_READS:
             self._values_read.add(id(tensor))
-        if first and _changes(name):
+        if first and writes_in_place(name):
             raise self.watcher.refuse(
                 f"{user_line()} changes a tensor in place ({name}) that is no buffer of the module: register it"
             )
@@ -206,11 +216,11 @@ class StepState:
         return tuple(self.feeds[i].read().to(old.device) if i in self.feeds else old for i, old in enumerate(captured))
 
 
-def _changes(name: str) -> bool:
-    """Whether a function of this name writes into its first argument, or into ``out``."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    reads = ("__invert__", "__index__", "__int__", "__setstate__", "__sub__")
-    return name == "out" or in_place or (name[:3] in ("__i", "__s") and name not in reads)
+def writes_in_place(name: str) -> bool:
+    """Whether a function of torch, by its name, changes its first argument."""
+    if name.startswith("__") and name.endswith("__"):
+        return name == "__setitem__" or name[2:-2] in _IN_PLACE
+    return name.endswith("_")
 
 
 def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regio
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
     JointExport,
+    MutatedInputError,
     collection_paused,
     export_joint,
     fake_tensor_like,
@@ -232,10 +233,7 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
     outputs = [output for output in export.outputs if output is not None]
     for kind, position in outputs:
         if kind == "mutation" and position < len(parameters):
-            raise CaptureError(
-                f"{request.name} changes the parameter {parameters[position]} in place: in a captured step only the "
-                "optimizer does; keep what it computes as a buffer"
-            )
+            raise _changes_input(request, position)
         if kind == "gradient" and position >= first:
             raise CaptureError(
                 f"{request.name} asks for the gradient of batch leaf '{request.layout.tensors[position - first].path}' "
@@ -244,6 +242,20 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
     changed = frozenset(position - first for kind, position in outputs if kind == "mutation" and position >= first)
     if changed:
         raise NeedsClones(changed)
+
+
+def _changes_input(request: StepRequest, position: int) -> CaptureError:
+    """The error for a step that changes what only the optimizer does, or what is differentiated."""
+    parameters, buffers = list(request.parameters), list(request.buffers)
+    if position < len(parameters):
+        what, remedy = f"parameter {parameters[position]} in place", "only the optimizer may; keep it as a buffer"
+    elif position < len(parameters) + len(buffers):
+        what = f"buffer {buffers[position - len(parameters)]} to a value that carries a gradient"
+        remedy = "write value.detach()"
+    else:
+        leaf = request.layout.tensors[position - len(parameters) - len(buffers)]
+        what, remedy = f"batch leaf '{leaf.path}' to a value that carries a gradient", "change a copy of it"
+    return CaptureError(f"{request.name} changes the {what}: {remedy}")
 
 
 def _with_vector(request: StepRequest) -> StepRequest:
@@ -260,7 +272,8 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if export is None:
         export = _export(request, step, False)
     assert export is not None
-    _check_outputs(request, export, step.state)
+    if not request.local:
+        _check_outputs(request, export, step.state)
     batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
@@ -330,6 +343,8 @@ def _explained(request: StepRequest) -> Iterator[None]:
     except AutoParallelError:
         raise
     except Exception as error:
+        if isinstance(error, MutatedInputError) and not request.local:
+            raise _changes_input(request, error.position) from error
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):

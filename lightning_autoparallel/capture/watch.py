@@ -324,8 +324,12 @@ def _compare(symbol: str, function: Callable[[Any, Any], bool]) -> Callable[[Wat
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _ARITHMETIC |= {"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_ALONE: dict[str, Callable[[Any], Any]]
-_ALONE = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "invert": operator.invert}
+_ALONE: dict[str, Callable[[Any], Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "invert": operator.invert,
+}
 _ALONE |= {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
 for _name, _symbol in _ARITHMETIC.items():
     _function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)

@@ -65,7 +65,7 @@ class StateWrites:
             ):
                 self._add("set", written.place, value, written.line)
         for container, line in list(self.reads.changed.values()):
-            if type(container) is ListStandIn:
+            if isinstance(container, ListStandIn):
                 self._list(container, line)
             else:
                 for key, value in container.written.items():

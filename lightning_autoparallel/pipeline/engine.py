@@ -23,11 +23,8 @@ from lightning_autoparallel.apply import (
 )
 from lightning_autoparallel.capture import (
     BatchLayout,
-<<<<<<< HEAD
-=======
     Guard,
-    StepEffects,
->>>>>>> reads
+    ModuleStates,
     StepRequest,
     StepState,
     TensorSpec,
@@ -35,11 +32,8 @@ from lightning_autoparallel.capture import (
     check_edges,
     check_rows,
     describe_batch,
-<<<<<<< HEAD
     describe_call,
-=======
     exact_repeats,
->>>>>>> reads
     flatten_batch,
     ragged_part,
 )
@@ -85,6 +79,7 @@ class StepEngine:
     replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    _modes: ModuleStates | None = None
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
@@ -157,7 +152,6 @@ class StepEngine:
             CaptureError: the step cannot be captured, or changes with every batch.
             RanksDifferError: ranks call a module with arguments of different shapes; all raise it, and nothing has run.
         """
-<<<<<<< HEAD
         return self.ready(call, batch, counters).run(around)
 
     def ready(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> ReadyStep:
@@ -172,42 +166,6 @@ class StepEngine:
             leaves=leaves,
             rebuild=rebuild,
             counters=counters,
-=======
-        leaves, rebuild = flatten_batch(batch)
-        variant = self._variant(call, leaves, rebuild, counters)
-        state = variant.state
-        numbers, found = state.values({**counters, **_static(leaves)}), state.writes.prepare()
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
-        inputs = [*parameters.values(), *buffers.values(), *tensors]
-        if state.needs_vector:
-            fed = state.watcher.numbers(numbers)
-            inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
-        with self.seeded(variant.step), around():
-            results = run_step(variant.at_this_step(), inputs, variant.layouts)
-        return self._distribute(variant, results, buffers, numbers, lambda given: state.writes.replay(given, numbers, found, tensors))
-
-    def _distribute(
-        self,
-        variant: _Variant,
-        results: list[Tensor],
-        buffers: Mapping[str, Tensor],
-        numbers: Mapping[str, Any],
-        replay: Callable[[list[Tensor]], None],
-    ) -> StepResult:
-        captured, writes = variant.step.captured, variant.state.writes
-        outputs, effects = take_apart(captured, results, buffers)
-        logged = len(effects) - len(writes.tensors)
-        replay([tensor.detach() for tensor in effects[logged:]])
-        statics = {i: made_again(leaf, numbers) for i, leaf in captured.static_outputs.items()}
-        return StepResult(
-            output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
-            effects=variant.effects,
-            effect_tensors=tuple(effects[:logged]),
-            effect_whole=_whole_effects(variant.step)[:logged],
-            step=variant.step,
-            numbers=numbers,
->>>>>>> reads
         )
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
@@ -241,10 +199,9 @@ class StepEngine:
 
     def _module_state(self) -> Any:
         """What besides the batch changes the graph: modes of submodules, frozen parameters."""
-        return (
-            tuple(submodule.training for submodule in self.module.modules()),
-            tuple(parameter.requires_grad for parameter in self.module.parameters()),
-        )
+        if self._modes is None:
+            self._modes = ModuleStates(self.module)
+        return self._modes.key()
 
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
@@ -294,7 +251,7 @@ class StepEngine:
         counters: Mapping[str, int],
         known: list[Variant],
     ) -> Variant:
-        self._say_capture(call, layout, known)
+        counts = self._say_capture(call, layout, known)
         self._check_batch(call, leaves, rebuild)
         watcher = Watcher({**counters, **static_leaves(leaves)})
         state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
@@ -328,7 +285,7 @@ class StepEngine:
             raise
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
-        self._captures[call.name] = self._captures.get(call.name, 0) + 1  # those that failed are none
+        self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
@@ -370,41 +327,29 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
-<<<<<<< HEAD
-    def _say_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> None:
-        """Say that a step is captured again, and why; refuse where ``max_captures`` of it were."""
-        differences = known[-1].state.differences() if known else []
-        numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
-        self._numbers[call.name] = self._numbers.get(call.name, frozenset()) | numbers
-        count, limit = self._captures.get(call.name, 0) + 1, self.context.config.max_captures
-=======
-    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
-        differences = sorted((found for variant in reversed(known) for found in variant.state.differences()), key=lambda found: not found.is_number)
+    def _say_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> bool:
+        """Say that a step is captured again, and why; whether that counts. Refuse after ``max_captures`` of it."""
+        differences = [found for variant in reversed(known) for found in variant.state.differences()]
+        differences.sort(key=lambda found: not found.is_number)
         repeated = exact_repeats([variant.state.watcher.guards for variant in known])
         if repeated is not None:
-            raise CaptureError(_decides(repeated, len(known), call.name))
+            raise TooManyCapturesError(_decides(repeated, len(known), call.name))
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
         fed = self._numbers.get(call.name, frozenset())
         self._numbers[call.name] = fed | numbers
         if numbers - fed and call.name in self._captures:
             self.context.warn(f"{call.name} is captured again: {differences[0]}; from now on an input of its graph")
-            return
-        count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
-        limit = self.context.config.max_captures
->>>>>>> reads
+            return False
+        count, limit = self._captures.get(call.name, 0) + 1, self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
                 reason = f"{reason}: {differences[0]}" if differences else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
-            return
+            return True
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
-<<<<<<< HEAD
         if guards and len(known) > 1:
-            raise TooManyCapturesError(
-                f"{guards[0].source} decides by `{guards[0].text}` differently at nearly every step: {limit} variants "
-                f"of {call.name} were captured; compute it on tensors, or raise max_captures"
-            )
+            raise TooManyCapturesError(_decides(guards[0], limit, call.name))
         if differences:
             raise TooManyCapturesError(
                 f"{call.name} finds {differences[0]}: it differs at nearly every step, {limit} variants were captured"
@@ -412,13 +357,6 @@ class StepEngine:
         raise TooManyCapturesError(
             f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad them to a few "
             "shapes (pad_to_multiple_of for lengths, drop_last=True for rows), or raise max_captures"
-=======
-        if guards:
-            raise CaptureError(_decides(guards[0], limit, call.name))
-        raise CaptureError(
-            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
-            "shapes, or raise max_captures"
->>>>>>> reads
         )
 
     @contextlib.contextmanager
@@ -436,27 +374,13 @@ class StepEngine:
             yield
 
 
-<<<<<<< HEAD
-=======
 def _decides(guard: Guard, variants: int, name: str) -> str:
     return (
-        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} were "
-        "captured; compute it on tensors, or raise max_captures"
+        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
+        "were captured; compute it on tensors, or raise max_captures"
     )
 
 
-def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Leaves that are no tensors, by the names that the captured step knows them by."""
-    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
-
-
-def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
-    sharded = step.partitioned.sharded
-    pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
-    return tuple(all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log")
-
-
->>>>>>> reads
 def _digest(tensor: Tensor) -> str:
     return (
         hashlib.blake2b(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()

@@ -44,7 +44,7 @@ class ReadyStep:
             results = run_step(self.variant.at_this_step(), inputs, self.variant.layouts, self._again())
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         logged = len(effects) - len(state.writes.tensors)
-        state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found)
+        state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)
         return StepResult(
             output=self._output(outputs, numbers),
             effects=self.variant.effects,

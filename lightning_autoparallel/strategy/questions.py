@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
-
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
 
 _RANKS = ("global_rank", "local_rank")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -19,7 +17,7 @@ _TALKS = ("all_gather", "broadcast", "barrier", "reduce", "reduce_boolean_decisi
 
 def rank_patches(watcher: Watcher) -> list[Any]:
     """Patches for the duration of a run of the step; what they stand for refuses the capture."""
-    asked = [(LightningModule, name) for name in _RANKS]
+    asked: list[tuple[type, str]] = [(LightningModule, name) for name in _RANKS]
     asked += [(Trainer, name) for name in (*_RANKS, "world_size", "num_devices", "node_rank", "is_global_zero")]
     patches = [
         _refused(watcher, owner, name, "asks for the ranks", "a captured step is one program for all")

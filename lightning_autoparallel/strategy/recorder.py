@@ -71,12 +71,9 @@ class _Call:
 class LightningEffects:
     """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them.
 
-<<<<<<< HEAD
     Where the step is not of the ``whole_batch`` but of this rank's rows, they are replayed as they were written.
-=======
     With ``strict_effects`` a step that prints, or writes to a logger by itself, is refused; else that happens at
     capture only, and is said.
->>>>>>> reads
     """
 
     def __init__(
@@ -85,17 +82,11 @@ class LightningEffects:
         watcher: Watcher,
         notice: Notice,
         scopes: MetricScopes,
-<<<<<<< HEAD
         whole_batch: bool = True,
-    ) -> None:
-        self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
-        self._whole_batch = whole_batch
-=======
         strict_effects: bool = True,
     ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
-        self._strict = strict_effects
->>>>>>> reads
+        self._whole_batch, self._strict = whole_batch, strict_effects
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -113,7 +104,12 @@ class LightningEffects:
         """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""
         self._calls, self._tensors, self._metric_values = [], [], 0
         with contextlib.ExitStack() as stack:
-            for patch in (*self._log_patches(), *self._counter_patches(), *self._output_patches(), *rank_patches(self._watcher)):
+            for patch in (
+                *self._log_patches(),
+                *self._counter_patches(),
+                *self._output_patches(),
+                *rank_patches(self._watcher),
+            ):
                 stack.enter_context(patch)
             for metric in outermost_metrics(self._module):
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
@@ -223,7 +219,10 @@ class LightningEffects:
         loggers = property(lambda _: [_CaptureOnlyLogger("self.loggers[0]", self._only_at_capture)])
         return [
             mock.patch.object(builtins, "print", noticed_print),
-            *(mock.patch.object(owner, "print", lambda _, *args, **kwargs: noticed_print(*args)) for owner in (LightningModule, Trainer)),
+            *(
+                mock.patch.object(owner, "print", lambda _, *args, **kwargs: noticed_print(*args))
+                for owner in (LightningModule, Trainer)
+            ),
             mock.patch.object(LightningModule, "logger", logger),
             mock.patch.object(LightningModule, "loggers", loggers),
         ]

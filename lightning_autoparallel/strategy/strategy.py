@@ -183,8 +183,7 @@ class AutoParallelStrategy(SavingStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        if self.capture.mode == "step":
-            check_module(module)
+        check_module(module, whole_steps=self.capture.mode == "step")
         engine = self._engine_for(module)
         self._steps = LightningSteps(module, trainer, engine, self.capture)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -42,7 +42,7 @@ def whole_lists_of_constants() -> Iterator[None]:
         known = _value(tensor)
         if known is None:
             return traced(tensor)
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             return known.tolist()
 
     with mock.patch.object(FunctionalTensor, "tolist", tolist):
@@ -139,15 +139,14 @@ class KnownConstants:
         return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
 
 
-<<<<<<< HEAD
 def _selects(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype is torch.bool
-=======
+
+
 def _all_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no argument stands for a value of another step: such ones have a torch function of their own."""
     leaves = tree_flatten((args, kwargs))[0]
     return not any(hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor) for leaf in leaves)
->>>>>>> reads
 
 
 def _value(tensor: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Ranks whose batches do not fit together stop together."""
+"""Ranks whose batches do not fit together stop together, where the whole step is to be captured."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class _Uneven(Net):
     """Rank 1 has other rows at one step."""
 
     at = 0
+    strategy: ClassVar = {"capture": "step"}
 
     def loader(self, rank, shards):
         own = list(super().loader(rank, shards))
@@ -39,7 +40,7 @@ class UnevenThird(_Uneven):
 def test_ranks_with_different_numbers_of_rows(kind, worlds: Worlds) -> None:
     for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
         assert text.startswith(
-            "ConfigError: ranks hold different batches: rank 0 has training_step on 0: float32[4, 6]"
+            "RanksDifferError: ranks hold different batches: rank 0 has training_step on 0: float32[4, 6]"
         )
         assert "rank 1 has training_step on 0: float32[3, 6], 1: int64[3]" in text
         assert "give every rank the same number of rows (drop_last=True)" in text
@@ -141,7 +142,7 @@ class EverLonger(Net):
     """Every batch has one row more than the last."""
 
     steps = 8
-    strategy: ClassVar = {"max_captures": 3}
+    strategy: ClassVar = {"capture": "step", "max_captures": 3}
 
     def batches(self):
         full = super().batches()
@@ -151,9 +152,9 @@ class EverLonger(Net):
 def test_batches_of_ever_changing_shape(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, EverLonger, timeout_s=SECONDS):
         assert text.startswith(
-            "CaptureError: training_step met more than max_captures=3 kinds of batches, the last 0: float32[8"
+            "TooManyCapturesError: training_step met more than max_captures=3 kinds of batches, the last 0: float32[8"
         )
-        assert "pad batches to a few shapes, or raise max_captures" in text
+        assert "pad them to a few shapes (pad_to_multiple_of for lengths" in text
 
 
 class SmallerLast(Net):

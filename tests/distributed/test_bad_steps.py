@@ -56,7 +56,7 @@ class SelectsByValue(Net):
 
 class AsksForTheRank(Net):
     def training_step(self, batch, batch_idx):
-        return self.loss(batch) * dist.get_world_size()  # here
+        return self.loss(batch) * dist.get_rank()  # here
 
 
 class NamesByBatchIndex(Net):
@@ -80,7 +80,7 @@ CASES = [
     (ReadsItem, "reads a tensor's value (.item()); use torch.where or log the tensor"),
     (BranchesOnTensor, "reads a tensor's value (if loss > 1:  # here); use torch.where or log the tensor"),
     (SelectsByValue, "makes a shape that depends on a tensor's values"),
-    (AsksForTheRank, "asks for the ranks (get_world_size)"),
+    (AsksForTheRank, "asks for the ranks (torch.distributed.get_rank): a captured step is one program"),
     (NamesByBatchIndex, "writes a step's number into the name 'loss_0' of a logged value"),
 ]
 
@@ -197,7 +197,7 @@ def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
         expected = (
             f"{line_of(DecidesByBatchIndex, 'here')} decides by `int(batch_idx)` differently at nearly every step: 3"
         )
-        assert text.startswith(f"CaptureError: {expected} variants of training_step were captured")
+        assert text.startswith(f"TooManyCapturesError: {expected} variants of training_step were captured")
 
 
 class NeedsItsStart(Net):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
+from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
 from tests.worlds import Worlds
 
 
@@ -71,36 +71,75 @@ def test_freezing_between_epochs(worlds: Worlds) -> None:
     assert not torch.equal(expected.parameters["net.0.weight"], Unfreezes().net[0].weight)
 
 
-class Noisy(Net):
-    """Prints, writes to the logger directly, keeps outputs and draws from Python's random."""
+class Prints(Net):
+    strategy: ClassVar = {"capture": "step"}
+
+    def training_step(self, batch, batch_idx):
+        print("training")
+        return self.loss(batch)
+
+
+class WritesToTheLogger(Net):
+    strategy: ClassVar = {"capture": "step"}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("loss", loss, self.global_step)
+        return loss
+
+
+class Draws(Net):
+    strategy: ClassVar = {"capture": "step"}
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * random.random()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Prints, "print() in test_branches.py"),
+        (WritesToTheLogger, "self.logger.experiment.add_scalar() in test_branches.py"),
+        (Draws, "draws from Python's random"),
+    ],
+)
+def test_what_would_run_at_capture_only_is_refused(kind, text: str, worlds: Worlds) -> None:
+    for message, _ in worlds(2).run(failure, kind):
+        assert text in message
+
+
+class Keeps(Net):
+    """Counts, keeps outputs and the last loss, and multiplies by what a hook sets."""
+
+    epochs = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[torch.Tensor] = []
+        self.n, self.last, self.beta = 0, None, 0.0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.beta = 1.0 + batch_idx
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        print("training")
-        self.logger.experiment.add_scalar("loss", loss, self.global_step)
         self.kept.append(loss.detach())
-        random.random()
-        return loss
+        self.n += 1
+        self.last = loss.detach() * self.n
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"] * batch_idx)
+        return loss * self.beta + self.global_step
 
     def extra(self):
-        return len(self.kept)
+        return [float(value) for value in (*self.kept, self.n, self.last)]
 
 
-def test_what_runs_at_capture_only_is_named_once(worlds: Worlds) -> None:
-    first, second = worlds(2).run(train, Noisy, MESH)
-    for text in (
-        "print() in test_branches.py",
-        "self.logger.experiment.add_scalar() in test_branches.py",
-        "training_step appends to self.kept: this runs at capture only",
-        "training_step draws from Python's random: this runs at capture only",
-    ):
-        assert (text, first.said(text), second.said(text)) == (text, 1, 0)
-    assert first.extra == second.extra == 0
-    torch.testing.assert_close(first.losses, train(Net, None).losses)
+def test_what_a_step_keeps_is_that_of_one_device(worlds: Worlds) -> None:
+    outcomes, expected = worlds(2).run(train, Keeps, MESH), train(Keeps, None)
+    assert_equals_one_device(outcomes, expected)
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome.extra, expected.extra)
+    assert outcomes[0].said("is captured again: self.beta was 0.0 and is 1.0") == 1
+    assert outcomes[0].said("captured again") == 1
 
 
 class Dropout(Net):

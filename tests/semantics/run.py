@@ -50,7 +50,7 @@ class Outcome:
 class MemoryLogger(Logger):
     """Keeps what is logged, on every rank; itself what steps call as `experiment`."""
 
-    name, version, save_dir = "memory", 0, f"{tempfile.gettempdir()}/memory/0"
+    name, version, save_dir = "memory", 0, tempfile.gettempdir()
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture import NoEffects
 from lightning_autoparallel.errors import CaptureError
 from tests.unit._graphs import captured
 
@@ -41,27 +40,6 @@ def test_rows_columns_and_what_is_neither():
 def test_a_batch_that_is_not_divided_needs_no_answer():
     graph = captured(Classes(), X, training=False)
     assert {item.batch_dim for item in graph.outputs} == {None}
-
-
-class Sized(NoEffects):
-    """Keeps a number and a tensor of the last run."""
-
-    def __init__(self) -> None:
-        self.rows, self.kept = 0, []
-
-    def tensors(self):
-        return self.kept
-
-
-def test_effects_are_those_of_the_real_batch():
-    module, effects = Classes(), Sized()
-
-    def step(x: Tensor) -> Tensor:
-        effects.rows, effects.kept = len(x), [module(x)[0], module.linear.bias]
-        return x.sum()
-
-    assert dims(module, step, effects=effects) == [None, 0, None]
-    assert effects.rows == GLOBAL
 
 
 def test_a_step_for_one_number_of_rows_only():

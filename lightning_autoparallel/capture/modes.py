@@ -1,0 +1,45 @@
+"""What besides the batch changes the graph of a module's step: its submodules, their modes, frozen parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator
+from itertools import chain
+from operator import is_not
+from typing import Any
+
+from torch import nn
+
+
+class ModuleStates:
+    """The key of one module's state, read without walking the module again while its parts are the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._walk()
+
+    def key(self) -> Hashable:
+        """Equal for states that share a graph."""
+        if (
+            any(map(is_not, self._now(), self._parts))
+            or any(self._empty)
+            or sum(map(len, self._tables)) != len(self._parts)
+        ):
+            self._walk()
+        training = tuple([own["training"] for own in self._attributes])
+        return self._names, training, tuple([parameter.requires_grad for parameter in self._parameters])
+
+    def _now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._tables))
+
+    def _walk(self) -> None:
+        modules = list(self._module.modules())
+        self._attributes = [vars(module) for module in modules]
+        tables = [own[name] for own in self._attributes for name in ("_modules", "_parameters", "_buffers")]
+        self._tables = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        self._parts = list(self._now())
+        self._parameters = list(self._module.parameters())
+        names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
+        text = repr((names, [name for name, _ in self._module.named_modules()]))
+        self._names = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # equal on all ranks
