@@ -111,6 +111,10 @@ class Case(LightningModule):
 
     # -- what the runner asks ----------------------------------------------------------------------------------------
 
+    def options(self) -> dict[str, Any]:
+        """Arguments of the Trainer; override it for those that belong to one run."""
+        return dict(self.trainer_options)
+
     def callbacks(self) -> list[Callback]:
         """Callbacks for the Trainer; a LightningModule's hook `configure_callbacks` may replace the Trainer's own."""
         return []

@@ -183,7 +183,7 @@ def make_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": tempfile.gettempdir(),
         **({} if strategy is None else {"strategy": strategy}),
-        **kind.trainer_options,
+        **module.options(),
     }
     return Trainer(
         accelerator="cpu",

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.utils.data import DataLoader
@@ -167,7 +168,8 @@ class DetectsAnomaly(Case):
 
 
 class ProfiledByTorch(Case):
-    trainer_options: ClassVar = {"profiler": "pytorch"}
+    def options(self):
+        return {"profiler": PyTorchProfiler(export_to_chrome=False)}
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch) * (1 + batch_idx)
