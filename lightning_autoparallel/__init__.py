@@ -1,11 +1,10 @@
 """Train a LightningModule written for one device on a mesh of many."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_autoparallel.callbacks import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback
 from lightning_autoparallel.compile import autoparallel_backend
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import NodeInfo
+from lightning_autoparallel.lightning_compat import StrategyRegistry, refuse_other_flavour
 from lightning_autoparallel.pipeline import parallelize
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
@@ -29,3 +28,4 @@ if "autoparallel" not in StrategyRegistry:
     StrategyRegistry.register(
         "autoparallel", AutoParallelStrategy, description="One joint graph, sharded over a device mesh"
     )
+refuse_other_flavour("autoparallel", AutoParallelStrategy)

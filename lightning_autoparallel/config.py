@@ -16,6 +16,7 @@ MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
 PLANS = ("ddp", "fsdp", "hsdp")
 CHECKPOINT_POLICIES = ("none", "full", "selective")
+CAPTURE_MODES = ("auto", "step", "forward")
 DECOMPOSE_WHEN = ("auto", "never", "always")
 DECOMPOSE_ORDERS = ("swizzle", "cyclic", "broadcast")
 _PLACEMENT = re.compile(r"R|S\(-?\d+\)")
@@ -283,6 +284,39 @@ class DecomposeSpec:
         for key in value:
             _check_word("key of decompose_matmuls", key, ("when", "order", "depth"))
         return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureSpec:
+    """What is captured: ``"step"`` the whole step, ``"forward"`` the modules that it calls, ``"auto"`` what can be.
+
+    ``modules`` are the paths of those that ``"forward"`` captures; None stands for all that are called.
+
+    Raises:
+        ConfigError: an unknown word, or modules that are no list of names.
+    """
+
+    mode: str = "auto"
+    modules: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_word("capture", self.mode, CAPTURE_MODES)
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any] | CaptureSpec) -> CaptureSpec:
+        """The spec of ``"forward"``, or of ``{"forward": ["net", "head"]}``.
+
+        Raises:
+            ConfigError: what is given is neither.
+        """
+        if isinstance(value, CaptureSpec):
+            return value
+        if not isinstance(value, Mapping):
+            return cls(mode=value)
+        names = value.get("forward")
+        if set(value) != {"forward"} or isinstance(names, str) or not isinstance(names, Sequence):
+            raise ConfigError(f"capture {value!r}: write {{'forward': [...]}} with the paths of modules to capture")
+        return cls(mode="forward", modules=tuple(map(str, names)))
 
 
 def _check_word(what: str, word: Any, allowed: Sequence[str]) -> None:

@@ -30,15 +30,37 @@ class GraphInput:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOutput:
-    """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs."""
+    """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs.
+
+    A gradient is ``of`` a parameter, or of a leaf of the batch, whose path ``name`` then is. ``batch_dim`` is the dim
+    of an output or log that is the batch, None where there is none.
+    """
 
     kind: OutputKind
     name: str
+    of: InputKind = "parameter"
+    batch_dim: int | None = None
+
+    @property
+    def is_parameter_gradient(self) -> bool:
+        """Whether it is to lie as its parameter is stored."""
+        return self.kind == "gradient" and self.of == "parameter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassedOn:
+    """Stands among static results for a tensor of the batch, the one at ``position``, that is returned as it is."""
+
+    position: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """The step as one joint graph of the *global* program: placeholders and nodes carry global shapes."""
+    """The step as one joint graph of the *global* program: placeholders and nodes carry global shapes.
+
+    A ``local`` one is the program of one batch shard: shapes are those of its rows, every value is its own, and
+    gradients of parameters are to be averaged over the shards. On axes that do not share out the batch it is global.
+    """
 
     name: str
     graph_module: fx.GraphModule
@@ -48,6 +70,7 @@ class CapturedGraph:
     static_outputs: Mapping[int, Any] = field(default_factory=dict)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     has_backward: bool = False
+    local: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

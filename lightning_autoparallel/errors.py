@@ -18,6 +18,22 @@ class CaptureError(AutoParallelError):
     """The step cannot be recorded as one static graph; names the user's file and line where it is known."""
 
 
+class StepFailedError(CaptureError):
+    """The step raised an error of its own while it was recorded: the cause."""
+
+
+class TooManyCapturesError(CaptureError):
+    """A step or a module call was captured for ``max_captures`` kinds of batches and branches, and met another."""
+
+
+class RanksDifferError(ConfigError):
+    """Ranks hold batches, or call a module on arguments, of different shapes: raised on all, before anything ran."""
+
+
+class OtherRankError(AutoParallelError):
+    """Another rank has stopped, or has come to another place of the step, where this one cannot go on alone."""
+
+
 class UnsupportedOpError(AutoParallelError):
     """An operator of the step has no meaning on shards and no safe fallback."""
 

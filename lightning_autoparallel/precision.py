@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import HalfPrecision, MixedPrecision, Precision
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
 
 SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")

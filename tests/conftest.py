@@ -12,7 +12,7 @@ from tests._hermetic import no_leaks
 from tests.worlds import Worlds
 
 # Their files share worlds, one of each size to a folder; the ranks of both leave few cores idle.
-WORLDS = ("tests/distributed", "tests/numerics")
+WORLDS = ("tests/distributed", "tests/numerics", "tests/semantics")
 STARTS_ITS_OWN = "tests/distributed/test_launch.py"
 
 
@@ -29,6 +29,15 @@ class WorldsTogether(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorldsTogether:
     """How tests are spread over the processes of `-n`."""
     return WorldsTogether(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table of the third-party models, where any were trained."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    rows = sorted(str(row) for report in reports for name, row in report.user_properties if name == "thirdparty")
+    if rows:
+        terminalreporter.write_sep("=", "third-party models")
+        terminalreporter.write_line("\n".join(rows))
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -32,11 +32,11 @@ class World:
     Functions must be importable by name; arguments and results are pickled.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, imported_once: Sequence[str] = IMPORTED_ONCE) -> None:
         self.size = size
         self.jobs = 0
         context = get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED_ONCE))
+        context.set_forkserver_preload(list(imported_once))
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []

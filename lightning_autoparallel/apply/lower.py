@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from lightning_autoparallel.apply.aliases import eliminate_alias_round_trips
 from lightning_autoparallel.apply.emit import GraphEmitter
@@ -14,7 +14,7 @@ from lightning_autoparallel.apply.groups import OrderedAxis
 from lightning_autoparallel.apply.products import emit_product
 from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.apply.vocabulary import expand_along_vocabulary
-from lightning_autoparallel.contracts import CapturedGraph, Placements, ShardedGraph, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, GraphOutput, Placements, ShardedGraph, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.torch_compat import collectives
@@ -83,13 +83,14 @@ class _Lowering:
         self._results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
         self.emitter = GraphEmitter(fake_mode_of(next(v for n in nodes for v in fxn.values(n) if v is not None)))
         self._placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
+        self._averaged: dict[tuple[fx.Node, Placements], fx.Node] = {}
         self._stored: dict[fx.Node, Placements] = {}
         self._inputs = dict(zip([n for n in nodes if n.op == "placeholder"], captured.inputs, strict=True))
 
     def lower(self, node: fx.Node) -> None:
         """Emit one node of the captured graph, and the reductions of its value that leave the graph."""
         if node.op == "output":
-            self.emitter.graph.output([self._in(result, placed) for result, placed in self._ends()])
+            self.emitter.graph.output([self._out(*end) for end in self._ends()])
             return
         self.emitter.on_behalf_of(node)
         if node.op == "placeholder":
@@ -97,16 +98,28 @@ class _Lowering:
         else:
             self._lower_call(node)
         # A gradient is reduced as soon as it is there: its collective can run beside the rest of the backward.
-        for result, placed in self._ends():
+        for result, item, placed in self._ends():
             if result is node:
-                self._in(node, placed)
+                self._out(node, item, placed)
 
-    def _ends(self) -> list[tuple[fx.Node, Placements]]:
+    def _ends(self) -> list[tuple[fx.Node, GraphOutput, Placements]]:
         return [
-            (result, placed)
-            for result, placed in zip(self._results, self._plan.outputs, strict=True)
+            (result, item, placed)
+            for result, item, placed in zip(self._results, self._captured.outputs, self._plan.outputs, strict=True)
             if placed is not None
         ]
+
+    def _out(self, node: fx.Node, item: GraphOutput, placed: Placements) -> fx.Node:
+        """A result where it leaves the graph: of a local program's gradients the mean over the batch shards."""
+        if not (self._captured.local and item.is_parameter_gradient):
+            return self._in(node, placed)
+        if (node, placed) not in self._averaged:
+            stored = self._stored[node]
+            pairs = zip(stored, self._plan.axes, strict=True)
+            own = tuple(Partial("avg") if axis.shards_batch else placement for placement, axis in pairs)
+            moved = self._moved(self._placed[(node, stored)], node.meta["val"].shape, own, placed)
+            self._averaged[(node, placed)] = moved
+        return self._averaged[(node, placed)]
 
     def _lower_placeholder(self, node: fx.Node) -> None:
         item = self._inputs[node]
@@ -172,13 +185,14 @@ class _Lowering:
     def _draw(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placements) -> fx.Node:
         """Random values that differ between shards and agree between replicas.
 
-        Ranks of different batch shards draw from different seeds: what must agree there is sent by the first of them.
+        Ranks of different batch shards draw from different seeds: what must agree there is sent by the first of them,
+        but in a local program nothing must.
         Ranks of one batch shard draw alike: each draws for all of them and keeps its own part.
         """
         drawn = tuple(p if axis.shards_batch else Replicate() for p, axis in zip(placed, self._plan.axes, strict=True))
         lowered = self._call_local(node, args, kwargs, drawn, None)
         for placement, axis in zip(placed, self._plan.axes, strict=True):
-            if axis.shards_batch and isinstance(placement, Replicate):
+            if axis.shards_batch and isinstance(placement, Replicate) and not self._captured.local:
                 sent = self.emitter.call(collectives.BROADCAST, lowered, 0, axis.group_name)
                 lowered = self.emitter.call(collectives.WAIT, sent)
         return self._moved(lowered, node.meta["val"].shape, drawn, placed)

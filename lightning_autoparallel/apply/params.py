@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+from torch.nn.parameter import is_lazy
 
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError
@@ -100,7 +102,32 @@ def parameter_layouts(
     }
 
 
-def shard_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
+@dataclass(frozen=True)
+class Replacements:
+    """Which parameter took the place of which; what nobody else holds is let go of."""
+
+    _pairs: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = field(default_factory=list)
+
+    def note(self, before: nn.Parameter, now: nn.Parameter) -> None:
+        """``now`` is in the module where ``before`` was."""
+        self._pairs.append((weakref.ref(before), now))
+
+    def rebind(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+        """Put what is in the module now into an optimizer's groups, in place; what was replaced there."""
+        held = {id(before): now for ref, now in self._pairs if (before := ref()) is not None}
+        replaced: list[Tensor] = []
+        for group in groups:
+            replaced += [parameter for parameter in group["params"] if id(parameter) in held]
+            group["params"][:] = [held.get(id(parameter), parameter) for parameter in group["params"]]
+        return replaced
+
+
+def shard_module(
+    module: nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    device: torch.device,
+    replacements: Replacements | None = None,
+) -> None:
     """Replace every parameter by its shard on ``device``, starting from rank 0's values; tied ones stay tied.
 
     Parameters that are DTensors already are left alone; parameters on meta must have been materialised.
@@ -114,6 +141,8 @@ def shard_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], devi
             if id(parameter) not in replaced:
                 layout = layouts[names[id(parameter)]]
                 replaced[id(parameter)] = _sharded_parameter(parameter, layout, device)
+                if replacements is not None:
+                    replacements.note(parameter, replaced[id(parameter)])
             submodule._parameters[attribute] = replaced[id(parameter)]
 
 
@@ -123,12 +152,33 @@ def _sharded_parameter(parameter: nn.Parameter, layout: ParameterLayout, device:
     return nn.Parameter(layout.distribute(layout.shard_of(full)), requires_grad=parameter.requires_grad)
 
 
+def share_buffers(module: nn.Module) -> None:
+    """Give every rank rank 0's buffers: plans take them for equal, as those of one device are."""
+    for buffer in module.buffers():
+        if not isinstance(buffer, DTensor) and buffer.layout is torch.strided:
+            _broadcast(buffer.detach())
+
+
 def _broadcast(tensor: Tensor) -> None:
-    if dist.get_backend() != "fake" and dist.get_world_size() > 1:
+    if dist.get_backend() != "fake" and dist.get_world_size() > 1 and tensor.numel():
         contiguous = tensor.contiguous()
-        dist.broadcast(contiguous, src=0)
-        if contiguous is not tensor:
+        dist.broadcast(contiguous.view(-1).view(torch.uint8), src=0)  # gloo does not know every dtype
+        if contiguous is not tensor and not torch.equal(contiguous, tensor):
             tensor.copy_(contiguous)
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Lazy submodules must have seen a batch: their parameters have no shape before.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    for path, submodule in module.named_modules():
+        if any(is_lazy(tensor) for tensor in (*submodule._parameters.values(), *submodule._buffers.values())):
+            raise ConfigError(
+                f"module '{path}' ({type(submodule).__name__}) is lazy and its parameters have no shape yet: call the "
+                "module once on a sample batch at the end of __init__, or give the layer its input size"
+            )
 
 
 def materialise_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import lightning
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 
 from lightning_autoparallel.callbacks.launches import LaunchHistory, StepLaunches, steps_table
 from lightning_autoparallel.callbacks.plan_report import ReportingStrategy, reporting_strategy
 from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, print_table
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, rank_zero_warn
 
 _TRAINING_STEP = "training_step"
 
@@ -43,11 +41,11 @@ class CollectiveMonitor(Callback):
         """Measured launches by mesh axes, one entry per training step of this fit, the last ones only."""
         return list(self._history)
 
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that counts nothing."""
         reporting_strategy(trainer, self)
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew for every fit."""
         self._history.clear()
         self._axes.clear()
@@ -56,7 +54,7 @@ class CollectiveMonitor(Callback):
         self._warned.clear()
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Remember, log and check the launches of the step that just ran."""
         strategy = reporting_strategy(trainer, self)
@@ -70,7 +68,7 @@ class CollectiveMonitor(Callback):
                 pl_module.log(f"autoparallel/{kind}/{name}", float(count), on_step=True, on_epoch=False, batch_size=1)
         self._check(self._steps.add(predicted, measured))
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table, once per fit."""
         if self._printed:
             return

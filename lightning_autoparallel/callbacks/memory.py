@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 
 from lightning_autoparallel.callbacks.tables import format_bytes, make_table, print_table
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -68,24 +67,22 @@ class PeakMemoryMonitor(Callback):
         """How peaks are measured; None before ``setup``."""
         return self._probe.label if self._probe else None
 
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose how to measure on this process's device."""
         self._probe = memory_probe(trainer.strategy.root_device)
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew for every fit."""
         self._unlogged_bytes = self._epoch_bytes = 0
         self._printed = False
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Forget the peak before this step."""
         assert self._probe is not None
         self._probe.reset()
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Read the peak; where the Trainer logs, compare it over ranks and log it."""
         assert self._probe is not None
@@ -103,7 +100,7 @@ class PeakMemoryMonitor(Callback):
                 pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
             self._unlogged_bytes = 0
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table, once per fit."""
         if self._printed:
             return
@@ -126,7 +123,7 @@ def _predicted_bytes(strategy: object) -> int | None:
     return report.predicted_peak_bytes if report else None
 
 
-def _max_over_ranks(size_bytes: int, trainer: lightning.Trainer) -> int:
+def _max_over_ranks(size_bytes: int, trainer: Trainer) -> int:
     if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         return size_bytes
     largest = torch.tensor(size_bytes, dtype=torch.int64, device=trainer.strategy.root_device)

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import lightning
 import torch
-from lightning.pytorch.callbacks import Callback
 from rich.table import Table
 
 from lightning_autoparallel.artifacts import ArtifactWriter
@@ -17,6 +15,7 @@ from lightning_autoparallel.callbacks.predictions import largest_table, passes_t
 from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, render_table
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 
 
 class ReportingStrategy(Protocol):
@@ -43,7 +42,7 @@ class ReportingStrategy(Protocol):
         """This process's device."""
 
 
-def reporting_strategy(trainer: lightning.Trainer, callback: Callback) -> ReportingStrategy:
+def reporting_strategy(trainer: Trainer, callback: Callback) -> ReportingStrategy:
     """The trainer's strategy, if it has reports.
 
     Raises:
@@ -74,33 +73,33 @@ class PlanReportCallback(Callback):
         self._directory: Path | None = None
         self._written: dict[str, PlanReport] = {}
 
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the directory: all ranks together, because they agree on it by a broadcast."""
         reporting_strategy(trainer, self)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir) / "autoparallel"
         self._written = {}
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what the strategy captured before the first step."""
         self._write(trainer)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was captured since."""
         self._write(trainer)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was captured since."""
         self._write(trainer)
 
-    def on_test_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was captured since."""
         self._write(trainer)
 
-    def on_predict_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was captured since."""
         self._write(trainer)
 
-    def _write(self, trainer: lightning.Trainer) -> None:
+    def _write(self, trainer: Trainer) -> None:
         writer = ArtifactWriter(self._directory if trainer.is_global_zero else None)
         for name, report in reporting_strategy(trainer, self).reports.items():
             if self._written.get(name) is not report:

@@ -1,10 +1,12 @@
 """Run the step once on fake tensors and record it as one joint graph; see README.md."""
 
-from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, describe_batch, flatten_batch
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_rows, describe_batch
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
-from lightning_autoparallel.capture.leaves import leaf_counters
+from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
+from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part
 from lightning_autoparallel.capture.modes import ModuleStates
+from lightning_autoparallel.capture.module_calls import describe_call
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher, exact_repeats
@@ -23,9 +25,12 @@ __all__ = [
     "Watcher",
     "capture_step",
     "check_edges",
+    "check_rows",
     "describe_batch",
+    "describe_call",
     "exact_repeats",
     "flatten_batch",
     "leaf_counters",
     "made_again",
+    "ragged_part",
 ]

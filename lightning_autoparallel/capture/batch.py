@@ -1,9 +1,8 @@
-"""Batches of any nesting as flat leaves, and which of them carry the batch in dim 0."""
+"""Which leaves of a batch carry the batch in dim 0."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autoparallel.errors import ConfigError
-
-Rebuild = Callable[[list[Any]], Any]
+from lightning_autoparallel.errors import CaptureError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +22,7 @@ class BatchLeaf:
     dtype: torch.dtype | None
     batched: bool
     value: Any = None  # of a leaf that is not a tensor: a truth value or None, else its type's name
+    requires_grad: bool = False  # of an argument of a module call, whose gradient goes on to earlier modules
 
     def global_shape(self, shards: int) -> tuple[int, ...]:
         """The leaf's shape in the batch of all ``shards`` together."""
@@ -34,9 +32,14 @@ class BatchLeaf:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """All leaves of a local batch, in flattening order: equal layouts share a captured graph."""
+    """All leaves of a local batch, in flattening order: equal layouts share a captured graph.
+
+    ``structure`` spells the containers around them, ``refused`` says why there is no graph; both of module calls only.
+    """
 
     leaves: tuple[BatchLeaf, ...]
+    structure: str = ""
+    refused: str = ""
 
     @property
     def tensors(self) -> tuple[BatchLeaf, ...]:
@@ -48,59 +51,9 @@ class BatchLayout:
 
 
 def _shown(leaf: BatchLeaf) -> str:
-    return f"{leaf.value!r}" if leaf.shape is None else f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-
-
-def flatten_batch(batch: Any) -> tuple[list[tuple[str, Any]], Rebuild]:
-    """The leaves of ``batch`` with their paths (``"inputs.0"``), and a function that puts new leaves back.
-
-    Mappings, sequences, named tuples and dataclasses are containers; everything else is a leaf.
-    """
-    children = _children(batch)
-    if children is None:
-        return [("", batch)], lambda leaves: leaves[0]
-    keys, items, build = children
-    parts = [flatten_batch(item) for item in items]
-    leaves = [
-        (f"{key}.{path}" if path else str(key), leaf)
-        for key, part in zip(keys, parts, strict=True)
-        for path, leaf in part[0]
-    ]
-
-    def rebuild(values: list[Any]) -> Any:
-        rebuilt, start = [], 0
-        for part_leaves, part_rebuild in parts:
-            rebuilt.append(part_rebuild(values[start : start + len(part_leaves)]))
-            start += len(part_leaves)
-        return build(rebuilt)
-
-    return leaves, rebuild
-
-
-def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
-    if isinstance(value, Mapping):
-        keys = list(value)
-        return (
-            keys,
-            [value[key] for key in keys],
-            lambda items: _mapping_like(value, dict(zip(keys, items, strict=True))),
-        )
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value._fields), list(value), lambda items: type(value)(*items)
-    if isinstance(value, (list, tuple)):
-        return list(range(len(value))), list(value), type(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return (
-            names,
-            [getattr(value, name) for name in names],
-            lambda items: dataclasses.replace(value, **dict(zip(names, items, strict=True))),
-        )
-    return None
-
-
-def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    return items if type(original) is dict else type(original)(items)  # type: ignore[call-arg]
+    if leaf.shape is None:
+        return f"{leaf.value!r}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{' with gradient' * leaf.requires_grad}"
 
 
 def describe_batch(
@@ -132,6 +85,28 @@ def _leaf(path: str, leaf: Any, length: int | None, overrides: Mapping[str, int 
 def _comparable(leaf: Any) -> Any:
     # Others change with every batch: what the step decides by them is a guard.
     return leaf if isinstance(leaf, bool) or leaf is None else type(leaf).__name__
+
+
+def check_rows(leaves: Sequence[tuple[str, Any]], rows: int | None) -> str | None:
+    """What to warn of where the batch's length, read off the first tensor, is not the ``rows`` that the loader gives.
+
+    Raises:
+        CaptureError: the first tensor has the loader's rows in dim 1, and another one has them in dim 0.
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if rows is None or not shapes or next(iter(shapes.values()))[0] == rows:
+        return None
+    (path, shape), *others = shapes.items()
+    said = f"batch leaf '{path or 'batch'}' has shape {list(shape)}, but its DataLoader gives batches of {rows} rows"
+    if len(shape) > 1 and shape[1] == rows and any(other[0] == rows for _, other in others):
+        raise CaptureError(
+            f"{said}: its dim 1 is the batch, and only dim 0 can be divided; transpose it in collate_fn or in "
+            f"on_after_batch_transfer, and back in the step"
+        )
+    return (
+        f"{said}: dim 0 of this first tensor is taken for the batch all the same; if it is not, move the batch there, "
+        f"or say so with batch_dims={{'{path or '*'}': null}}; batch_dims={{'{path or '*'}': 0}} says that it is"
+    )
 
 
 def _overrides(batch_dims: int | Mapping[str, int | None] | None, paths: list[str]) -> Mapping[str, int | None]:

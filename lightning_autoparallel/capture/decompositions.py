@@ -36,7 +36,7 @@ _LOSSES = (
 )
 
 # Take the batch size as a number, which would not fit a shard.
-_SIZED = (aten.native_group_norm, aten.native_group_norm_backward)
+_TORCHS_GROUP_NORM = get_decompositions((aten.native_group_norm, aten.native_group_norm_backward))
 
 
 def _reduced(dims: Sequence[int] | int | None, tensor: Tensor) -> list[int]:
@@ -50,14 +50,26 @@ def _count(tensor: Tensor, dims: Sequence[int]) -> int:
     return math.prod(tensor.shape[dim] for dim in dims) if tensor.dim() else 1
 
 
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    """What torch's kernels compute in: sums of half numbers would overflow, or round at every rank."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def mean(tensor: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """A sum divided by the *global* count, so that shards may hold any part of it."""
     reduced = _reduced(dims, tensor)
-    return aten.sum.dim_IntList(tensor, reduced, keepdim, dtype=dtype) / _count(tensor, reduced)
+    result = dtype or tensor.dtype
+    total = aten.sum.dim_IntList(tensor, reduced, keepdim, dtype=_widened(result))
+    return _cast(total / _count(tensor, reduced), result)
 
 
 def _mean_all(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return aten.sum.default(tensor, dtype=dtype) / tensor.numel()
+    result = dtype or tensor.dtype
+    return _cast(aten.sum.default(tensor, dtype=_widened(result)) / tensor.numel(), result)
 
 
 def var_mean(
@@ -65,12 +77,14 @@ def var_mean(
 ) -> tuple[Tensor, Tensor]:
     """Two-pass variance and mean from sums: each pass is one reduction of the small result, never a gather."""
     reduced = _reduced(dims, tensor)
-    count = _count(tensor, reduced)
+    count, result = _count(tensor, reduced), tensor.dtype
+    tensor = _cast(tensor, _widened(result))
     average = aten.sum.dim_IntList(tensor, reduced, True) / count
     centred = tensor - average
     divisor = max(count - (1 if correction is None else correction), 0)
     variance = aten.sum.dim_IntList(centred * centred, reduced, keepdim) / divisor
-    return variance, average if keepdim else aten.sum.dim_IntList(average, reduced, False)
+    average = average if keepdim else aten.sum.dim_IntList(average, reduced, False)
+    return _cast(variance, result), _cast(average, result)
 
 
 def _var(tensor: Tensor, dims: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -94,9 +108,12 @@ def batch_norm_functional(
     """Batch normalisation of (N, C, ...) with statistics of the global batch.
 
     Ioffe and Szegedy 2015, algorithm 1; the running variance uses the unbiased estimate, as torch does. Returns output,
-    saved mean and inverse standard deviation of shape (C,), and the new running statistics.
+    saved mean and inverse standard deviation of shape (C,), and the new running statistics. Half numbers are computed
+    with in float32; the output is what the input was, and running statistics keep their dtype.
     """
     dims, shape, count = _channels(x)
+    dtype = x.dtype
+    x = _cast(x, _widened(dtype))
     new_mean, new_var = running_mean, running_var
     if training or running_mean is None or running_var is None:
         average = aten.sum.dim_IntList(x, dims, False) / count
@@ -104,11 +121,11 @@ def batch_norm_functional(
         variance = aten.sum.dim_IntList(centred * centred, dims, False) / count
         if running_mean is not None and running_var is not None:
             unbiased = variance * (count / max(count - 1, 1))
-            new_mean = running_mean * (1 - momentum) + average * momentum
-            new_var = running_var * (1 - momentum) + unbiased * momentum
+            new_mean = _cast(running_mean * (1 - momentum) + average * momentum, running_mean.dtype)
+            new_var = _cast(running_var * (1 - momentum) + unbiased * momentum, running_var.dtype)
         saved = (average, torch.rsqrt(variance + eps))
     else:
-        saved = (running_mean, torch.rsqrt(running_var + eps))
+        saved = (running_mean, torch.rsqrt(_cast(running_var, x.dtype) + eps))
         centred = x - running_mean.view(shape)
     output = centred * saved[1].view(shape)
     if weight is not None:
@@ -117,7 +134,7 @@ def batch_norm_functional(
         output = output + bias.view(shape)
     if not training:
         saved = (x.new_empty((0,)), x.new_empty((0,)))
-    return output, *saved, new_mean, new_var  # type: ignore[return-value]
+    return _cast(output, dtype), *saved, new_mean, new_var  # type: ignore[return-value]
 
 
 def _batch_norm_legit(
@@ -139,12 +156,14 @@ def batch_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of ``batch_norm_functional``, from sums over the global batch (Ioffe and Szegedy 2015, sec. 3)."""
     dims, shape, count = _channels(x)
+    dtype = x.dtype
+    x, grad = _cast(x, _widened(dtype)), _cast(grad, _widened(grad.dtype))
     if train:
         assert save_mean is not None and save_invstd is not None
         average, invstd = save_mean, save_invstd
     else:
         assert running_mean is not None and running_var is not None
-        average, invstd = running_mean, torch.rsqrt(running_var + eps)
+        average, invstd = running_mean, torch.rsqrt(_cast(running_var, x.dtype) + eps)
     normalised = (x - average.view(shape)) * invstd.view(shape)
     grad_bias = aten.sum.dim_IntList(grad, dims, False)
     grad_weight = aten.sum.dim_IntList(grad * normalised, dims, False)
@@ -153,11 +172,29 @@ def batch_norm_backward(
     if train:
         grad_x = grad - (grad_bias / count).view(shape) - normalised * (grad_weight / count).view(shape)
     grad_x = grad_x * scale.view(shape)
+    affine = dtype if weight is None else weight.dtype
     return (
-        grad_x if output_mask[0] else None,
-        grad_weight if output_mask[1] else None,
-        grad_bias if output_mask[2] else None,
+        _cast(grad_x, dtype) if output_mask[0] else None,
+        _cast(grad_weight, affine) if output_mask[1] else None,
+        _cast(grad_bias, affine) if output_mask[2] else None,
     )
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's own decomposition, which rounds the statistics of half numbers on CPU: kept in float32 here."""
+    wide, *affine = (None if t is None else _cast(t, _widened(t.dtype)) for t in (x, weight, bias))
+    output, average, invstd = _TORCHS_GROUP_NORM[aten.native_group_norm.default](wide, *affine, *sizes)
+    return _cast(output, x.dtype), average, invstd
+
+
+def _group_norm_backward(
+    grad: Tensor, x: Tensor, average: Tensor, invstd: Tensor, weight: Tensor | None, *sizes: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    wide = [None if t is None else _cast(t, _widened(t.dtype)) for t in (grad, x, average, invstd, weight)]
+    gradients = _TORCHS_GROUP_NORM[aten.native_group_norm_backward.default](*wide, *sizes)
+    affine = x.dtype if weight is None else weight.dtype
+    dtypes = (x.dtype, affine, affine)
+    return tuple(None if g is None else _cast(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True))  # type: ignore[return-value]
 
 
 def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -231,7 +268,7 @@ def _bernoulli(tensor: Tensor, *, generator: Any = None) -> Tensor:
 def planning_decompositions() -> Decompositions:
     """The table for ``export_joint``: our own, the losses, and whatever core operator DTensor has no rule for."""
     table = {op: function for op, function in core_aten_decompositions().items() if not _planned_whole(op)}
-    table.update(get_decompositions((*_LOSSES, *_SIZED)))
+    table.update(get_decompositions(_LOSSES))
     table.update(_OWN)
     return table
 
@@ -256,6 +293,8 @@ _OWN: Decompositions = {
     aten._native_batch_norm_legit.default: _batch_norm_legit,
     aten.native_batch_norm.default: _batch_norm_legit,
     aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_dropout.default: native_dropout,
     aten.native_dropout_backward.default: _native_dropout_backward,
     aten.zeros_like.default: _filled_like(0),

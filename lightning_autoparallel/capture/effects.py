@@ -46,7 +46,8 @@ def undone_afterwards(module: nn.Module) -> Iterator[None]:
     submodules = list(module.modules())
     attributes = [dict(vars(submodule)) for submodule in submodules]
     containers = [
-        {name: value.copy() for name, value in saved.items() if isinstance(value, _CONTAINERS)} for saved in attributes
+        {name: _snapshot(value) for name, value in saved.items() if isinstance(value, _CONTAINERS)}
+        for saved in attributes
     ]
     try:
         yield
@@ -62,9 +63,26 @@ def _restore(submodule: nn.Module, saved: dict[str, Any], copies: dict[str, Any]
         _refill(vars(submodule)[name], before)
 
 
+def _snapshot(container: Any) -> Any:
+    """What is in a container, in one of the plain kind: a class of the user's may copy, or refuse to, as it likes."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))(container)
+
+
 def _refill(container: Any, before: Any) -> None:
+    if _unchanged(container, before):
+        return
     container.clear()
     if isinstance(container, list):
         container.extend(before)
     else:
         container.update(before)
+
+
+def _unchanged(container: Any, before: Any) -> bool:
+    now = _snapshot(container)
+    if isinstance(now, set):
+        return bool(now == before)
+    items = [[*kept.items()] if isinstance(kept, dict) else [*enumerate(kept)] for kept in (now, before)]
+    return len(items[0]) == len(items[1]) and all(
+        name == other and value is old for (name, value), (other, old) in zip(*items, strict=True)
+    )

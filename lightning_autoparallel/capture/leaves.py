@@ -1,89 +1,164 @@
-"""Leaves of the batch that are no tensors: numbers and strings are those of each real step, others are not read."""
+"""Batches of any nesting as flat leaves, and back."""
 
 from __future__ import annotations
 
-import operator
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from lightning_autoparallel.capture.plain import is_number, is_plain
-from lightning_autoparallel.capture.sources import user_line
-from lightning_autoparallel.capture.watch import Watcher
-from lightning_autoparallel.errors import CaptureError
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_autoparallel.torch_compat.tree import registered_children
+
+Rebuild = Callable[[list[Any]], Any]
+Leaves = list[tuple[str, Any]]
+
+_MOST_NESTED = 4  # objects in objects; what lies deeper is something else than a batch
+_NUMBERS = (bool, int, float, complex, numpy.generic)
+_TEXTS = (str, bytes, type(None))
+_WHOLE = (Tensor, *_NUMBERS, *_TEXTS, Enum, type, torch.dtype, torch.device, torch.Generator)
+_NO_DATA = (nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
+_STANDARD = ("builtins", "pathlib", "datetime", "decimal", "fractions", "uuid")
 
 
-class Unread:
-    """A leaf that the step may hand on; to read it is a decision on its value."""
+def flatten_batch(batch: Any) -> tuple[Leaves, Rebuild]:
+    """The leaves of ``batch`` with their paths (``"inputs.0"``), and a function that puts new leaves back.
 
-    def __init__(self, watcher: Watcher, name: str, text: str) -> None:
-        self._watcher, self.name, self._text = watcher, name, text
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._watcher.counters[self.name])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(read_leaf(self), name)
-
-    def __format__(self, spec: str) -> str:
-        return format(read_leaf(self), spec)
-
-    __str__ = __repr__ = lambda self: str(read_leaf(self))
-
-
-def _asks(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: function(read_leaf(self), *map(read_leaf, others))
-
-
-_UNARY: dict[str, Callable[..., Any]] = {
-    "hash": hash,
-    "len": len,
-    "iter": iter,
-    "bool": bool,
-    "int": int,
-    "float": float,
-}
-_BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "add", "mod", "mul", "getitem", "contains", "fspath", "index")
-for _name, _function in _UNARY.items():
-    setattr(Unread, f"__{_name}__", _asks(_function))
-for _name in _BINARY:
-    setattr(Unread, f"__{_name}__", _asks(getattr(operator, _name, None) or __import__("os").fspath))
-Unread.__radd__ = lambda self, other: other + read_leaf(self)  # type: ignore[attr-defined]
-
-
-def read_leaf(value: Any) -> Any:
-    """The leaf that a stand-in stands for, as a decision; anything else as it is.
-
-    Raises:
-        CaptureError: the leaf is nothing that can be compared at each step.
+    Mappings, sequences, named tuples, dataclasses, what is registered with torch's pytree and objects with tensors in
+    their attributes are containers; everything else is a leaf.
     """
-    if type(value) is not Unread:
-        return value
-    real = value._watcher.counters[value.name]
-    if not is_plain(real):
-        raise CaptureError(
-            f"{user_line()} reads {value._text}, a {type(real).__name__}: the step would keep the first batch's; give "
-            "it tensors, numbers and strings, in dicts, lists, tuples or dataclasses"
+    return _flatten(batch, ())
+
+
+def _flatten(value: Any, inside: tuple[int, ...]) -> tuple[Leaves, Rebuild]:
+    children = _children(value)
+    if children is None:
+        return _flatten_object(value, inside)
+    keys, items, build = children
+    return _joined(keys, [_flatten(item, inside) for item in items], build)
+
+
+def _joined(keys: list[Any], parts: list[tuple[Leaves, Rebuild]], build: Rebuild) -> tuple[Leaves, Rebuild]:
+    leaves = [
+        (f"{key}.{path}" if path else str(key), leaf)
+        for key, part in zip(keys, parts, strict=True)
+        for path, leaf in part[0]
+    ]
+
+    def rebuild(values: list[Any]) -> Any:
+        rebuilt, start = [], 0
+        for part_leaves, part_rebuild in parts:
+            rebuilt.append(part_rebuild(values[start : start + len(part_leaves)]))
+            start += len(part_leaves)
+        return build(rebuilt)
+
+    return leaves, rebuild
+
+
+def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
+    if isinstance(value, _WHOLE):
+        return None
+    if isinstance(value, Mapping):
+        keys = list(value)
+        return (
+            keys,
+            [value[key] for key in keys],
+            lambda items: _mapping_like(value, dict(zip(keys, items, strict=True))),
         )
-    name = value.name
-    return value._watcher.decide(value._text, lambda counters: counters[name], exact=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value._fields), list(value), lambda items: type(value)(*items)
+    if isinstance(value, (list, tuple)):
+        return list(range(len(value))), list(value), type(value)
+    if (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and all(field.init for field in dataclasses.fields(value))
+    ):
+        names = [field.name for field in dataclasses.fields(value)]
+        return (
+            names,
+            [getattr(value, name) for name in names],
+            lambda items: dataclasses.replace(value, **dict(zip(names, items, strict=True))),
+        )
+    registered = registered_children(value)
+    return registered and (list(range(len(registered[0]))), *registered)
 
 
-def leaf_counters(leaves: Mapping[int, Any]) -> dict[str, Any]:
-    """Leaves that are no tensors, as numbers are named that a real step is given."""
-    return {_name_of(position): leaf for position, leaf in leaves.items()}
+def structure_of(batch: Any) -> str:
+    """The containers of ``batch`` as text, a star for each leaf."""
+    children = _children(batch)
+    if children is None:
+        return "*"
+    keys, items, _ = children
+    inside = ", ".join(f"{key!r}: {structure_of(item)}" for key, item in zip(keys, items, strict=True))
+    return f"{type(batch).__qualname__}({inside})"
 
 
-def stand_in_for_leaf(watcher: Watcher, position: int, path: str, leaf: Any) -> Any:
-    """What the step is given in the place of a leaf that is no tensor."""
-    if leaf is None or isinstance(leaf, bool):
-        return leaf  # part of what the engine tells variants by
-    name = _name_of(position)
-    watcher.counters.setdefault(name, leaf)
-    if is_number(leaf):
-        return watcher.value(name)
-    return Unread(watcher, name, f"batch leaf {path!r}")
+def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    if not hasattr(original, "__setitem__"):
+        return type(original)(items)  # type: ignore[call-arg]
+    made: Any = copy.copy(original)  # keeps what it holds besides items: a default, attributes
+    for key, item in items.items():
+        made[key] = item
+    return made
 
 
-def _name_of(position: int) -> str:
-    return f"batch leaf {position}"
+def _flatten_object(value: Any, inside: tuple[int, ...]) -> tuple[Leaves, Rebuild]:
+    """An object as its attributes, if there are tensors among them."""
+    alone: tuple[Leaves, Rebuild] = [("", value)], lambda leaves: leaves[0]
+    if is_data(value) or isinstance(value, _NO_DATA) or id(value) in inside or len(inside) == _MOST_NESTED:
+        return alone
+    attributes = _attributes(value)
+    parts = [_flatten(item, (*inside, id(value))) for item in attributes.values()]
+    if not any(isinstance(leaf, Tensor) for part in parts for _, leaf in part[0]):
+        return alone
+
+    def build(items: list[Any]) -> Any:
+        made = copy.copy(value) if hasattr(value, "__copy__") else object.__new__(type(value))
+        for name, item in zip(attributes, items, strict=True):
+            object.__setattr__(made, name, item)  # also where the class is frozen
+        return made
+
+    return _joined(list(attributes), parts, build)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return own | dict(getattr(value, "__dict__", {}))
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if not name.startswith("__")]
+
+
+def is_data(value: Any) -> bool:
+    """Whether a leaf is plain: a tensor, a number, a text, or one of the standard library's values."""
+    return isinstance(value, _WHOLE) or type(value).__module__.partition(".")[0] in _STANDARD
+
+
+def ragged_part(value: Any, depth: int = 0) -> str | None:
+    """The kind of a container whose tensors have no common dim for the batch, if ``value`` has one inside."""
+    if isinstance(value, PackedSequence):
+        return "PackedSequence"
+    if any(kind.__module__.startswith("torch_geometric.") for kind in type(value).__mro__):
+        return type(value).__name__
+    if isinstance(value, Tensor):
+        return None if value.layout is torch.strided and not value.is_nested else f"{value.layout} tensor"
+    children = _children(value)
+    if children is not None:
+        items = children[1]
+    else:
+        whole = is_data(value) or isinstance(value, _NO_DATA) or depth == _MOST_NESTED
+        items = [] if whole else list(_attributes(value).values())
+    return next((found for item in items if (found := ragged_part(item, depth + (children is None)))), None)

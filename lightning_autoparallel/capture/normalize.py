@@ -15,6 +15,21 @@ from lightning_autoparallel.torch_compat.tracing import lazy_graph_module
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+# Checks of values, torch's own for indices among them: they give no value that a plan could place.
+_CHECKS = {
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+    aten._assert_tensor_metadata.default,
+    aten._functional_assert_async.msg,
+}
+# What a profiler notes while the step is traced: real steps run none of the modules that it would name.
+_MARKS = {
+    torch.ops.profiler._record_function_enter.default,
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 _SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten.reshape.default: aten.view.default}
 
@@ -37,7 +52,7 @@ def normalize_graph(graph_module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
             value = _attribute(graph_module, str(node.target))
             env[node] = _constant(graph, node, constants, value)
     for node in nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and node.target not in _CHECKS | _MARKS:
             env[node] = _call(graph, node, env)
             if is_edge(node):
                 edges.alias(env[node])

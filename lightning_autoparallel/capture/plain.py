@@ -130,9 +130,11 @@ class Frozen:
             self.value.clear()
             self.value.update(values) if isinstance(self.value, set) else self.value.extend(values)
         elif isinstance(self.value, dict):
-            dict.clear(self.value)
+            # An OrderedDict keeps a list beside the table, which dict's own methods would leave as it is.
+            kind: type[dict[Any, Any]] = OrderedDict if isinstance(self.value, OrderedDict) else dict
+            kind.clear(self.value)
             for key, value in zip(self.parts or {}, values, strict=True):
-                dict.__setitem__(self.value, key, value)
+                kind.__setitem__(self.value, key, value)
         elif self.array is not None:
             self.value[...] = self.array
 

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,23 +19,30 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_autoparallel.torch_compat.tracing import TorchCall, record_frames
 
-_PACKAGE = str(Path(__file__).parents[1])
+# Folders end in a separator: torchvision is not torch's.
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _SITE_PACKAGES = Path(torch.__file__).parents[1]
 _LIBRARIES = tuple(
-    str(_SITE_PACKAGES / name)
+    str(_SITE_PACKAGES / name) + os.sep
     for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 )
-_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
+_DISTRIBUTIONS = str(_SITE_PACKAGES / "torch" / "distributions") + os.sep
+_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + os.sep
+_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
 
 @functools.cache  # asked of every frame of every traced call
 def is_user_file(filename: str) -> bool:
     """Whether a file is the user's (or a model library's), not torch's, Lightning's, Python's or the engine's."""
     if filename.startswith(_PACKAGE):
-        return filename.startswith(str(Path(_PACKAGE) / "models"))
+        return filename.startswith(_PACKAGE + "models" + os.sep)
     if filename.startswith(_LIBRARIES) or filename.startswith("<"):
         return False
-    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
+    return not filename.startswith(_STANDARD_LIBRARY) or _is_installed(filename)
+
+
+def _is_installed(filename: str) -> bool:
+    return any(folder in filename for folder in _INSTALLED)
 
 
 @functools.cache
@@ -54,12 +62,45 @@ def user_line(frame: FrameType | None = None) -> str:
     return "?"
 
 
-def user_line_of(error: BaseException) -> tuple[str, str]:
-    """Where in the user's code an exception was raised, and the text of that line; ``("?", "")`` if nowhere."""
-    for summary in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_user_file(summary.filename):
-            return f"{Path(summary.filename).name}:{summary.lineno}", summary.line or ""
-    return "?", ""
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where an exception was raised: the innermost line outside of torch and Lightning, with its text.
+
+    ``library`` is the installed package that the line is in, None for the user's own code, whose innermost line
+    ``called_from`` is; ``in_distributions``: torch's distributions raised it for that line.
+    """
+
+    source: str
+    text: str
+    library: str | None
+    called_from: str | None
+    in_distributions: bool = False
+
+
+def place_of(error: BaseException) -> Place | None:
+    """Where the code that the step calls raised ``error``; None if it was nowhere there."""
+    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+    user = [frame for frame in frames if is_user_file(frame.filename)]
+    if not user:
+        return None
+    own = next((frame for frame in user if not _is_installed(frame.filename)), None)
+    below = frames[: frames.index(user[0])]
+    return Place(
+        source=_shown(user[0]),
+        text=user[0].line or "",
+        library=_library_of(user[0].filename) if own is not user[0] else None,
+        called_from=None if own is None else _shown(own),
+        in_distributions=any(frame.filename.startswith(_DISTRIBUTIONS) for frame in below),
+    )
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _library_of(filename: str) -> str:
+    folder = next(folder for folder in _INSTALLED if folder in filename)
+    return filename.rpartition(folder)[2].partition(os.sep)[0].removesuffix(".py")
 
 
 @contextlib.contextmanager

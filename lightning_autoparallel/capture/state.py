@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.calls import StepCalls
 from lightning_autoparallel.capture.guards import Difference, StateGuards
-from lightning_autoparallel.capture.leaves import Unread, read_leaf
+from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
 from lightning_autoparallel.capture.places import Place
 from lightning_autoparallel.capture.plain import is_plain

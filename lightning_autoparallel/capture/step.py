@@ -16,20 +16,26 @@ from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
-from lightning_autoparallel.capture.leaves import Unread, stand_in_for_leaf
+from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
+from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
-from lightning_autoparallel.capture.sources import record_sources, user_line_of
+from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
+from lightning_autoparallel.capture.sources import Place, place_of, record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.watch import MOST_FED, NeedsClones, NeedsNumbers, NeedsVector, StartOver
-from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput
+from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
+from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
+from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
+from lightning_autoparallel.torch_compat.mkldnn import mkldnn_off
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
     JointExport,
+    MutatedInputError,
     collection_paused,
     export_joint,
     fake_tensor_like,
@@ -68,6 +74,7 @@ class StepRequest:
     ``loss_leaf`` picks, of the result's flattened leaves, the loss to differentiate; None differentiates every result.
     ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
     With ``repeat_blocks`` one of several equal submodules is traced for all of them, where nothing tells them apart.
+    ``local`` is a module call on one rank's rows: shapes stay as they are, and leaves may require gradients.
     ``state`` is told what the step's Python reads and writes, and is what real steps ask.
     """
 
@@ -85,6 +92,7 @@ class StepRequest:
     loss_leaf: Callable[[Any], Tensor] | None = None
     edges: tuple[tuple[str, str], ...] = ()
     repeat_blocks: bool = True
+    local: bool = False
     state: StepState | None = None
     notice: Callable[[str], None] = field(default=lambda message: None)
 
@@ -100,13 +108,14 @@ class _Step(nn.Module):
         self.output_spec: Any = None
         self.static_outputs: dict[int, Any] = {}
         self.results = 0
+        self.shapes: list[tuple[int, ...]] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
         state = dict(zip(self._names, tensors, strict=False))
         given = list(tensors[len(self._names) :])
         if self.state.needs_vector:
-            *given, self.state.watcher.vector = given
+            self.state.watcher.vector = given.pop()
         given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
         leaves = _merge(self._static_leaves(request), tuple(given))
         with self._undone(request), request.effects.recording():
@@ -115,7 +124,7 @@ class _Step(nn.Module):
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
             self.state.writes.collect({i: given[i] for i in sorted(self.state.clones)})
             self.state.check_counting()
-            return self._flatten(output, request)
+            return self._flatten(output, request, tensors[: len(self._names)], tuple(given))
 
     @contextlib.contextmanager
     def _undone(self, request: StepRequest) -> Iterator[None]:
@@ -126,6 +135,8 @@ class _Step(nn.Module):
             self.state.reads.undo_writes()
 
     def _static_leaves(self, request: StepRequest) -> dict[int, Any]:
+        if request.local:
+            return dict(request.static_leaves)  # their values tell variants apart
         paths = [leaf.path for leaf in request.layout.leaves]
         leaves = {
             i: stand_in_for_leaf(self.state.watcher, i, paths[i], leaf) for i, leaf in request.static_leaves.items()
@@ -133,16 +144,30 @@ class _Step(nn.Module):
         self.state.has_unread = any(type(leaf) is Unread for leaf in leaves.values())
         return {i: self.state.leaf(leaf) for i, leaf in leaves.items()}
 
-    def _flatten(self, output: Any, request: StepRequest) -> list[Tensor]:
+    def _flatten(
+        self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
+    ) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
         self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if request.local:
+            tensors, statics = own_results(request.name, leaves, state, batch)
+            self.static_outputs = dict(statics)
         if request.training and request.loss_leaf is not None:
             loss = request.loss_leaf(output)
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
         self.results = len(tensors)
-        effects = [tensor.detach() for tensor in request.effects.tensors()]
-        return [*tensors, *effects, *self.state.writes.tensors]
+        tensors += [tensor.detach() for tensor in request.effects.tensors()]
+        tensors += self.state.writes.tensors
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        return tensors
+
+    def name_of(self, position: int) -> str:
+        """What the tensor at ``position`` of the flat results is."""
+        (request,) = self._request
+        if position < self.results:
+            return f"result {position} of {request.name}"
+        return f"what {request.name} logs or gives to a metric ({position - self.results})"
 
 
 class _Runner(nn.Module):
@@ -209,10 +234,7 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
     outputs = [output for output in export.outputs if output is not None]
     for kind, position in outputs:
         if kind == "mutation" and position < len(parameters):
-            raise CaptureError(
-                f"{request.name} changes the parameter {parameters[position]} in place: in a captured step only the "
-                "optimizer does; keep what it computes as a buffer"
-            )
+            raise _changes_input(request, position)
         if kind == "gradient" and position >= first:
             raise CaptureError(
                 f"{request.name} asks for the gradient of batch leaf '{request.layout.tensors[position - first].path}' "
@@ -221,6 +243,20 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
     changed = frozenset(position - first for kind, position in outputs if kind == "mutation" and position >= first)
     if changed:
         raise NeedsClones(changed)
+
+
+def _changes_input(request: StepRequest, position: int) -> CaptureError:
+    """The error for a step that changes what only the optimizer does, or what is differentiated."""
+    parameters, buffers = list(request.parameters), list(request.buffers)
+    if position < len(parameters):
+        what, remedy = f"parameter {parameters[position]} in place", "only the optimizer may; keep it as a buffer"
+    elif position < len(parameters) + len(buffers):
+        what = f"buffer {buffers[position - len(parameters)]} to a value that carries a gradient"
+        remedy = "write value.detach()"
+    else:
+        leaf = request.layout.tensors[position - len(parameters) - len(buffers)]
+        what, remedy = f"batch leaf '{leaf.path}' to a value that carries a gradient", "change a copy of it"
+    return CaptureError(f"{request.name} changes the {what}: {remedy}")
 
 
 def _with_vector(request: StepRequest) -> StepRequest:
@@ -237,19 +273,24 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if export is None:
         export = _export(request, step, False)
     assert export is not None
-    _check_outputs(request, export, step.state)
+    if not request.local:
+        _check_outputs(request, export, step.state)
+    batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
+    if request.local:
+        check_constants(request.name, constants.values())
     inputs = _inputs(request, export, tuple(constants))
     return CapturedGraph(
         name=request.name,
         graph_module=graph_module,
         inputs=inputs,
-        outputs=_outputs(export, step, inputs),
+        outputs=_outputs(export, step, inputs, batch_dims),
         output_spec=step.output_spec,  # type: ignore[arg-type]
         static_outputs=dict(step.static_outputs),
         constants=constants,
         has_backward=any(item.kind == "tangent" for item in inputs),
+        local=request.local,
     )
 
 
@@ -276,14 +317,23 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
 
 @contextlib.contextmanager
 def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
+    unchecked: list[type] = []
     with (
         record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
+        mkldnn_off(),
+        unchecked_distributions(unchecked),
+        whole_lists_of_constants(),
         torch.set_grad_enabled(request.training),
     ):
         yield
+    if unchecked:
+        request.notice(
+            f"{request.name} makes a {unchecked[0].__name__}, whose arguments are not checked at real steps: torch "
+            "reads their values for that (validate_args=False says that you want none of it)"
+        )
 
 
 @contextlib.contextmanager
@@ -293,29 +343,68 @@ def _explained(request: StepRequest) -> Iterator[None]:
     except AutoParallelError:
         raise
     except Exception as error:
+        if isinstance(error, MutatedInputError) and not request.local:
+            raise _changes_input(request, error.position) from error
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):
                 raise CaptureError(_data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
+        if request.local:
+            raise capture_failed(request.name, error) from error
         raise
 
 
 def _data_dependent(cause: BaseException, error: BaseException) -> str:
-    source, text = user_line_of(cause)
-    if source == "?":
-        source, text = user_line_of(error)
+    place = place_of(cause) or place_of(error)
+    source, text = ("?", "") if place is None else (place.source, place.text)
     operator = str(getattr(cause, "func", ""))
     if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
+        remedy = "use torch.where or a mask, which keep the shape"
         return (
-            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); "
-            "use torch.where or a mask, which keep the shape"
+            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); {_remedy(place, remedy)}"
         )
     shown = ".item()" if ".item()" in text else text
-    return f"{source} reads a tensor's value ({shown}); use torch.where or log the tensor"
+    return f"{source} reads a tensor's value ({shown}); {_remedy(place, 'use torch.where or log the tensor')}"
 
 
-def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
+def _remedy(place: Place | None, own: str) -> str:
+    """What helps: ``own`` where the line is the user's to change."""
+    if place is not None and place.in_distributions:
+        return "torch.distributions needs them there, checks apart: draw or compute that outside of the step"
+    if place is None or place.library is None:
+        return own
+    called = "" if place.called_from is None else f", called from {place.called_from}"
+    return (
+        f"the line is in {place.library}{called}: switch it off in {place.library}'s settings if it is a check, "
+        "or call that outside of the step"
+    )
+
+
+def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
+    """The batch's dim in each flat result of the step; nothing to know where the batch is not divided."""
+    if request.batch_shards == 1:
+        return [None] * len(step.shapes)
+    lengths = {leaf.global_shape(request.batch_shards)[0] for leaf in request.layout.tensors if leaf.batched}
+
+    def shapes(times: int) -> Shapes:
+        with step.state.watching(), fake_tracing(), contextlib.ExitStack() as stack:
+            arguments = _fake_arguments(request, times)
+            stack.enter_context(_step_contexts(request, step.state))
+            step(*arguments)
+        return step.shapes
+
+    def of_twice_the_rows() -> Shapes:
+        try:
+            return shapes(2)
+        finally:
+            shapes(1)  # what the step recorded is again that of its own batch
+
+    return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows)
+
+
+def _fake_arguments(request: StepRequest, times: int = 1) -> tuple[Tensor, ...]:
+    """The step's tensors; the batch with ``times`` the rows."""
     state = [*request.parameters.values(), *request.buffers.values()]
     tensors = [
         fake_tensor_like(spec.shape, spec.stride, spec.dtype, request.device, spec.requires_grad and request.training)
@@ -323,8 +412,9 @@ def _fake_arguments(request: StepRequest) -> tuple[Tensor, ...]:
     ]
     for leaf in request.layout.tensors:
         assert leaf.dtype is not None
-        shape = leaf.global_shape(request.batch_shards)
-        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device))
+        shape = leaf.global_shape(request.batch_shards * times)
+        requires_grad = leaf.requires_grad and request.training
+        tensors.append(torch.empty(shape, dtype=leaf.dtype, device=request.device, requires_grad=requires_grad))
     return tuple(tensors)
 
 
@@ -335,7 +425,10 @@ def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...
             for name, spec in request.parameters.items()
         ),
         *(GraphInput(kind="buffer", name=name) for name in request.buffers),
-        *(GraphInput(kind="batch", name=leaf.path, batched=leaf.batched) for leaf in request.layout.tensors),
+        *(
+            GraphInput(kind="batch", name=leaf.path, batched=leaf.batched, requires_grad=leaf.requires_grad)
+            for leaf in request.layout.tensors
+        ),
     ]
     inputs = [
         known[position] if kind == "argument" else GraphInput(kind="tangent", name=str(position))
@@ -344,7 +437,9 @@ def _inputs(request: StepRequest, export: JointExport, constants: tuple[str, ...
     return (*inputs, *(GraphInput(kind="constant", name=name) for name in constants))
 
 
-def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -> tuple[GraphOutput, ...]:
+def _outputs(
+    export: JointExport, step: _Step, inputs: tuple[GraphInput, ...], batch_dims: list[int | None]
+) -> tuple[GraphOutput, ...]:
     by_position = {position: inputs[i] for i, (kind, position) in enumerate(export.inputs) if kind == "argument"}
     outputs = []
     for output in export.outputs:
@@ -353,13 +448,20 @@ def _outputs(export: JointExport, step: _Step, inputs: tuple[GraphInput, ...]) -
         kind, position = output
         if kind == "output":
             is_result = position < step.results
-            outputs.append(
-                GraphOutput(
-                    kind="output" if is_result else "log", name=str(position if is_result else position - step.results)
-                )
-            )
+            name = str(position if is_result else position - step.results)
+            what: OutputKind = "output" if is_result else "log"
+            outputs.append(GraphOutput(kind=what, name=name, batch_dim=batch_dims[position]))
         elif kind == "mutation":
-            outputs.append(GraphOutput(kind="buffer", name=by_position[position].name))
+            outputs.append(GraphOutput(kind="buffer", name=_buffer(step, by_position[position])))
         else:
-            outputs.append(GraphOutput(kind="gradient", name=by_position[position].name))
+            given = by_position[position]
+            outputs.append(GraphOutput(kind="gradient", name=given.name, of=given.kind))
     return tuple(outputs)
+
+
+def _buffer(step: _Step, changed: GraphInput) -> str:
+    (request,) = step._request
+    if request.local and changed.kind != "buffer":
+        what = "parameter" if changed.kind == "parameter" else "argument"
+        raise CaptureError(f"{request.name} changes its {what} '{changed.name}' in place; change a copy of it")
+    return changed.name

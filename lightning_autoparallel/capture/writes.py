@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.leaves import Unread
+from lightning_autoparallel.capture.leaf_stand_ins import Unread
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.plain import is_fixed, is_plain
 from lightning_autoparallel.capture.reads import StateReads

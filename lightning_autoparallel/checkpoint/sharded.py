@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lightning_autoparallel.errors import CheckpointError
+from lightning_autoparallel.lightning_compat import LightningOptimizer
 
 _TRAINER_STATE = "meta.pt"
 RANDOM_STATE = "autoparallel_random_state"

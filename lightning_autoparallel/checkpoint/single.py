@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
 from lightning_autoparallel.errors import CheckpointError
+from lightning_autoparallel.lightning_compat import LightningOptimizer
 from lightning_autoparallel.torch_compat.tree import tree_map
 
 _STEP = "step"  # optimizers count in a plain tensor, whatever the parameter is

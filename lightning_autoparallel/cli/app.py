@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
-
 from lightning_autoparallel.cli.bench import BENCH, add_bench_arguments, run_bench
 from lightning_autoparallel.cli.parser import (
     LINKED_KEY,
@@ -16,6 +12,8 @@ from lightning_autoparallel.cli.parser import (
     RecipeConfigFile,
 )
 from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
+from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
+from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
 from lightning_autoparallel.strategy.planning import planning_trainer
 

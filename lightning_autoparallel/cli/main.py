@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from lightning.pytorch.cli import ArgsType
-
 from lightning_autoparallel.cli.app import AutoParallelCLI
 from lightning_autoparallel.cli.report import report_errors
+from lightning_autoparallel.lightning_compat.cli import ArgsType
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
 

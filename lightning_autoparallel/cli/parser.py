@@ -10,10 +10,11 @@ from difflib import SequenceMatcher
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_autoparallel.cli.recipes import find_config
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import mixed_flavours
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
 
 LINKED_KEY = "trainer.strategy"
 USE_STRATEGY_SECTION = (
@@ -28,6 +29,9 @@ MIN_SIMILARITY = 0.6
 
 # How jsonargparse and argparse name an unknown key; the tests fail when a new version words it otherwise.
 UNKNOWN_KEY = re.compile(r"(?:does not accept option '|Option '|unrecognized arguments: --)(?P<key>[^'\s=]+)")
+WRONG_CLASS = re.compile(
+    r"does not correspond to a subclass of.*Given value: (?:\{'class_path': ')?(?P<path>[\w.]+)", re.DOTALL
+)
 CLASS_OF_KEY = re.compile(r"Problem with given class_path '(?P<path>[^']+)'")
 
 
@@ -68,6 +72,8 @@ def explain(message: str, known: Iterable[str]) -> str:
         return message + NO_WORLD_SIZE
     if WRONG_TIME in message:
         return message + QUOTE_TIMES
+    if wrong := WRONG_CLASS.search(message):
+        return message + _of_other_flavour(wrong["path"])
     found = UNKNOWN_KEY.search(message)
     if found is None:
         return message
@@ -96,6 +102,12 @@ def _known_keys(parser: LightningArgumentParser) -> set[str]:
     keys = set(parser.get_defaults(skip_validation=True).keys())
     sections = {key.rpartition(".")[0] for key in keys} - {""}
     return (keys | sections) - {LINKED_KEY}
+
+
+def _of_other_flavour(class_path: str) -> str:
+    cls = pydoc.locate(class_path)
+    sentence = mixed_flavours(cls) if isinstance(cls, type) else None
+    return "" if sentence is None else f"\n{sentence}"
 
 
 def _parameters_of(class_path: str) -> list[str]:

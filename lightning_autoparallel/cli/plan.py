@@ -6,9 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser
-
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.memory import peak_bytes_since_start
 from lightning_autoparallel.callbacks.plan_report import report_tables
@@ -21,6 +18,8 @@ from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import run_planning
 

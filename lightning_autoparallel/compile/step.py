@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.compile.second_order import Again, gradients_again
+from lightning_autoparallel.contracts import CompiledStep, PlanAxis
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
+from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 
 
 class Layout(Protocol):
@@ -21,17 +25,21 @@ class Layout(Protocol):
     def distribute(self, local: Tensor) -> DTensor: ...
 
 
-def run_step(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None]) -> list[Tensor]:
+def run_step(
+    step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None], again: Again | None = None
+) -> list[Tensor]:
     """The step's outputs that are no gradients, in order; differentiable ones carry a graph to the parameters.
 
     ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``layouts``
-    has an entry for each of them, None for what is no sharded parameter.
+    has an entry for each of them, None for what is no sharded parameter. ``again`` computes the results under autograd,
+    where their gradients are to be differentiated again.
     """
     if step.backward is None or not torch.is_grad_enabled():
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
-        return list(step.forward(everything))[: _results(step)]
-    return list(_StepFunction.apply(step, layouts, *inputs))  # type: ignore[no-untyped-call]
+        with _autocast_off(everything):
+            return list(step.forward(everything))[: _results(step)]
+    return list(_StepFunction.apply(step, layouts, again, *inputs))  # type: ignore[no-untyped-call]
 
 
 def _results(step: CompiledStep) -> int:
@@ -46,17 +54,22 @@ def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
 
 class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: CompiledStep, layouts: Sequence[Layout | None], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, step: CompiledStep, layouts: Sequence[Layout | None], again: Again | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
         by_position = _without_tangents(step, everything)
-        kept = [by_position.pop(i) for i in step.partitioned.saved_inputs]
+        changed = {item.name for item in step.partitioned.sharded.outputs if item.kind == "buffer"}
+        kept = [_kept(step, i, by_position.pop(i), changed) for i in step.partitioned.saved_inputs]
         by_position.clear()  # the forward empties its list: what is read for the last time there is freed there
-        produced = list(step.forward(everything))
+        with _autocast_off(everything):
+            produced = list(step.forward(everything))
         count = _results(step)
         results, values = _distinct(produced[:count]), produced[count:]
         ctx.save_for_backward(*kept, *values)
         ctx.step, ctx.layouts, ctx.count = step, layouts, len(inputs)
+        ctx.again, ctx.inputs = again, () if again is None else inputs
         ctx.set_materialize_grads(False)
         ctx.shapes = [(result.shape, result.dtype, result.device) for result in results]
         differentiable = _differentiable(step)
@@ -67,14 +80,57 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         tangents = []
+        if torch.is_grad_enabled() and active_fake_mode() is None:
+            axes = _check_again(ctx.step, ctx.again)
+            return None, None, None, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
         for i in ctx.differentiable:
             shape, dtype, device = ctx.shapes[i]
             gradient = gradients[i]
             tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
-        arguments = [*ctx.saved_tensors, *tangents]
+        arguments = [*ctx.saved_tensors, *_laid_out(ctx.step, tangents)]
         release_saved_tensors(ctx)
-        produced = ctx.step.backward(arguments)
-        return None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
+        with _autocast_off(arguments):
+            produced = _distinct(list(ctx.step.backward(arguments)))
+        return None, None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
+
+
+def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str]) -> Tensor:
+    """What the backward reads of an input: of a buffer that the step changes, its value before."""
+    item = step.partitioned.sharded.inputs[position]
+    return tensor.clone() if item.kind == "buffer" and item.name in changed else tensor
+
+
+def _autocast_off(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The casts of a step are in its graph: a caller's autocast would add its own between."""
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def _check_again(step: CompiledStep, again: Again | None) -> Sequence[PlanAxis]:
+    if again is None or step.has_random_ops:
+        draws = ", and it draws random numbers, so that it cannot be run again" * (again is not None)
+        raise CaptureError(
+            f"the gradient of {step.captured.name} is to be differentiated again (create_graph=True), but its backward "
+            f"is a fixed graph{draws}: leave the module uncaptured"
+        )
+    return step.partitioned.sharded.axes
+
+
+def _laid_out(step: CompiledStep, tangents: list[Tensor]) -> list[Tensor]:
+    """``tangents`` with the strides that the backward was made for; those that autograd hands over may be others."""
+    if not any(tangent.dim() for tangent in tangents):
+        return tangents
+    backward = step.partitioned.backward
+    assert backward is not None
+    nodes = list(backward.graph.find_nodes(op="placeholder"))[-len(tangents) :]
+    return [_laid_out_like(node.meta["val"], tangent) for node, tangent in zip(nodes, tangents, strict=True)]
+
+
+def _laid_out_like(expected: Tensor, tangent: Tensor) -> Tensor:
+    if tangent.stride() == expected.stride():
+        return tangent
+    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=tangent.dtype, device=tangent.device)
+    return laid_out.copy_(tangent)
 
 
 def _distinct(results: list[Tensor]) -> list[Tensor]:
@@ -103,12 +159,12 @@ def _differentiable(step: CompiledStep) -> list[int]:
 def _by_input(
     step: CompiledStep, layouts: Sequence[Layout | None], count: int, produced: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    names = [item.name for item in step.partitioned.sharded.outputs if item.kind == "gradient"]
+    names = [(item.of, item.name) for item in step.partitioned.sharded.outputs if item.kind == "gradient"]
     by_name = dict(zip(names, produced, strict=True))
     gradients: list[Tensor | None] = []
     given = [item for item in step.partitioned.sharded.inputs if item.kind != "tangent"][:count]
     for item, layout in zip(given, layouts, strict=True):
-        gradient = by_name.get(item.name) if item.kind == "parameter" else None
+        gradient = by_name.get((item.kind, item.name))
         if gradient is not None and layout is not None:
             gradient = layout.distribute(layout.unpadded(gradient))
         gradients.append(gradient)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningDataModule
 from lightning_autoparallel.models.text import read_text
 
 
@@ -32,7 +32,7 @@ class ByteSequences(Dataset[dict[str, Tensor]]):
         return {"inputs": row[:-1], "targets": row[1:]}
 
 
-class TextDataModule(lightning.LightningDataModule):
+class TextDataModule(LightningDataModule):
     """Packs text into byte sequences (vocabulary 256) and splits them into train and validation.
 
     The text is cut into rows of `seq_len + 1` bytes that share no byte; a seeded permutation of the rows decides the

@@ -7,19 +7,18 @@ import time
 from functools import partial
 from typing import Any
 
-import lightning
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics.aggregation import MeanMetric
 
+from lightning_autoparallel.lightning_compat import LightningModule, OptimizerLRSchedulerConfig
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 
 Batch = dict[str, Tensor]
 
 
-class Llama3Module(lightning.LightningModule):
+class Llama3Module(LightningModule):
     """Next-token training of a Llama 3 network.
 
     A batch holds `inputs` and `targets`, each (B, T) int64, the targets one token ahead. Losses are mean

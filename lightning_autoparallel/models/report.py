@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import lightning
-from lightning.pytorch.callbacks import Callback
-
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 from lightning_autoparallel.models.data import TextDataModule
 
 
@@ -16,11 +14,11 @@ class EntropyReport(Callback):
         ConfigError: when training starts, if the data is not a `TextDataModule`.
     """
 
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse data whose entropy is unknown, before time is spent on training."""
         _text(trainer)
 
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the comparison, both numbers in nats per byte; nothing if validation never ran."""
         loss = trainer.callback_metrics.get("val_loss")
         if loss is None or not trainer.is_global_zero:
@@ -30,7 +28,7 @@ class EntropyReport(Callback):
         print(f"validation loss {float(loss):.3f} nats/byte {relation} unigram entropy {entropy:.3f} nats/byte")
 
 
-def _text(trainer: lightning.Trainer) -> TextDataModule:
+def _text(trainer: Trainer) -> TextDataModule:
     # Trainer sets `datamodule` only once it is given one, and its type does not declare it.
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, TextDataModule):

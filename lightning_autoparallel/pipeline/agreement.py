@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError
+from lightning_autoparallel.errors import (
+    AutoParallelError,
+    CaptureError,
+    ConfigError,
+    OtherRankError,
+    RanksDifferError,
+)
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
@@ -21,6 +27,7 @@ class StepIdentity:
 
     name: str
     batch: str
+    shapes: Mapping[str, tuple[int, ...]]  # of the batch's tensors, by path
     values: Mapping[str, str]  # digests of replicated leaves, by path
     variant: int
     module_state: str
@@ -52,50 +59,133 @@ class ControlGroup:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def raise_together(self, error: Exception | None) -> None:
+    def raise_together(self, error: Exception | None, at: str = "") -> None:
         """Raise on all ranks if any has an error: its own, or the first other rank's.
 
         An error that is not ours and that only some ranks have becomes one of ours, so that no rank goes on alone.
+        ``at`` says how far this rank has come, where ranks may have come to different places; its own error is then
+        raised as it is.
 
         Raises:
-            AutoParallelError: some rank has an error.
+            AutoParallelError: some rank has an error, or (OtherRankError) has come to another place.
         """
-        if self.agrees("" if error is None else "error") and error is None:
+        if self.agrees(at if error is None else "error") and error is None:
             return
-        messages = self.gather(None if error is None else _message(error))
+        places = self.gather(at if error is None else Stopped(_message(error)))
         if error is None:
-            rank = next(i for i, message in enumerate(messages) if message is not None)
-            raise CaptureError(f"rank {rank} stopped: {messages[rank]}")
-        if None in messages and not isinstance(error, AutoParallelError):
+            other = _other_place(places)
+            raise other if at else CaptureError(str(other))
+        alone = not all(isinstance(place, Stopped) for place in places)
+        if alone and not at and not isinstance(error, AutoParallelError):
             raise CaptureError(f"this rank alone stopped: {_message(error)}") from error
         raise error
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What a rank that has an error says in place of what it is about to do."""
+
+    message: str
+
+
+def _other_place(places: list[Any]) -> OtherRankError:
+    """The error of a rank that finds others in another place than its own: one has stopped, or runs other code."""
+    for rank, place in enumerate(places):
+        if isinstance(place, Stopped):
+            return OtherRankError(f"rank {rank} stopped: {place.message}")
+    shown = ", ".join(f"rank {rank} at {getattr(place, 'name', place)!r}" for rank, place in enumerate(places))
+    return OtherRankError(
+        f"ranks have come to different places of a step: {shown}; every rank must call the same modules in the same "
+        "order, and skip the same batches"
+    )
+
+
+def _same_place(everyone: list[Any]) -> list[StepIdentity]:
+    """What all ranks are about to run.
+
+    Raises:
+        OtherRankError: one of them is about to do something else.
+    """
+    if not all(isinstance(place, StepIdentity) for place in everyone):
+        raise _other_place(everyone)
+    return everyone
 
 
 def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
     """Compare what ranks are about to run, before any of them starts a collective.
 
     Raises:
-        ConfigError: they hold batches of different shapes, or different values of a replicated leaf.
-        CaptureError: they took different branches, or froze different parameters.
+        RanksDifferError: they hold batches of different shapes, or different values of a replicated leaf.
+        ConfigError: they froze different parameters.
+        CaptureError: they took different branches.
     """
     if control.agrees(repr(mine)):
         return
-    everyone: list[StepIdentity] = control.gather(mine)
+    everyone = _same_place(control.gather(mine))
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         if (theirs.name, theirs.batch) != (first.name, first.batch):
-            raise ConfigError(
+            raise RanksDifferError(
                 f"ranks hold different batches: rank 0 has {first.name} on {first.batch}, rank {rank} has "
-                f"{theirs.name} on {theirs.batch}; give every rank the same number of rows (drop_last=True)"
+                f"{theirs.name} on {theirs.batch}; {_remedy(first.shapes, theirs.shapes)}"
             )
     for rank, theirs in enumerate(everyone):
         for path in [path for path, digest in first.values.items() if theirs.values.get(path) != digest]:
-            raise ConfigError(
+            raise RanksDifferError(
                 f"batch leaf '{path}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, "
                 f"so it is replicated; give all ranks the same values, or set batch_dims={{'{path}': 0}}"
             )
-    raise CaptureError(
-        "ranks took different branches of the step, or froze different parameters: they must decide alike"
+    _check_same_state(everyone)
+    raise CaptureError("ranks took different branches of the step")
+
+
+def check_same_call(control: ControlGroup, mine: StepIdentity) -> None:
+    """Compare the module call that ranks are about to make, before any of them starts a collective.
+
+    Raises:
+        RanksDifferError: the same call, on arguments of different shapes or values.
+        OtherRankError: ranks call different modules, or one of them has stopped.
+        ConfigError: they call one module in different states.
+        CaptureError: they took different branches in the module.
+    """
+    if control.agrees(repr(mine)):
+        return
+    everyone = _same_place(control.gather(mine))
+    first = everyone[0]
+    if any(theirs.name != first.name for theirs in everyone):
+        raise _other_place(everyone)
+    for rank, theirs in enumerate(everyone):
+        if (theirs.batch, theirs.values) != (first.batch, first.values):
+            raise RanksDifferError(
+                f"ranks call {first.name} with different arguments: rank 0 with {first.batch}, rank {rank} with "
+                f"{theirs.batch}"
+            )
+    _check_same_state(everyone)
+    raise CaptureError(f"ranks took different branches in {first.name}")
+
+
+def _check_same_state(everyone: list[StepIdentity]) -> None:
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if theirs.module_state != first.module_state:
+            raise ConfigError(
+                f"{first.name}: rank {rank} froze other parameters than rank 0, or has modules in another mode "
+                "(train, eval, autocast, no_grad): they must decide alike"
+            )
+
+
+def _remedy(mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str:
+    """What makes two ranks' batches alike: rows where dim 0 differs, padding where another dim does."""
+    if mine.keys() != theirs.keys() or any(len(mine[path]) != len(theirs[path]) for path in mine):
+        return "give every rank the same kind of batch"
+    pairs = ((path, dim, size, theirs[path][dim]) for path, shape in mine.items() for dim, size in enumerate(shape))
+    differing = [item for item in pairs if item[2] != item[3]]
+    if not differing or any(dim == 0 for _, dim, _, _ in differing):
+        return "give every rank the same number of rows (drop_last=True)"
+    path, dim, size, other = differing[0]
+    return (
+        f"dim {dim} of leaf '{path or 'batch'}' is {size} and {other} long: pad to one length on all ranks "
+        "(padding='max_length', or a multiple that all of them reach: pad_to_multiple_of)"
     )
 
 

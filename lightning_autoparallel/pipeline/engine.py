@@ -3,100 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.apply import ParameterLayout, materialise_module, parameter_layouts, shard_module
+from lightning_autoparallel.apply import (
+    ParameterLayout,
+    Replacements,
+    check_initialised,
+    materialise_module,
+    parameter_layouts,
+    shard_module,
+    share_buffers,
+)
 from lightning_autoparallel.capture import (
     BatchLayout,
     Guard,
     ModuleStates,
-    StepEffects,
     StepRequest,
     StepState,
     TensorSpec,
     Watcher,
     check_edges,
+    check_rows,
     describe_batch,
+    describe_call,
     exact_repeats,
     flatten_batch,
-    leaf_counters,
-    made_again,
+    ragged_part,
 )
-from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.pipeline.agreement import StepIdentity, check_same_rows, check_same_step
-from lightning_autoparallel.pipeline.results import take_apart, with_statics
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError, TooManyCapturesError
+from lightning_autoparallel.pipeline.agreement import (
+    StepIdentity,
+    check_same_call,
+    check_same_rows,
+    check_same_step,
+)
+from lightning_autoparallel.pipeline.local_calls import (
+    call_state,
+    named_state,
+    records_gradients,
+)
+from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
+from lightning_autoparallel.pipeline.step_calls import (
+    Around,
+    PreparedStep,
+    StepCall,
+    StepResult,
+    Variant,
+    static_leaves,
+)
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
-from lightning_autoparallel.torch_compat.tree import tree_unflatten
-
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCall:
-    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture."""
-
-    name: str
-    run: Callable[[Any, Watcher], Any]
-    effects: Callable[[Watcher], StepEffects]
-    training: bool
-    loss_leaf: Callable[[Any], Tensor] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one real step gave: its result, and the tensors that its recorded effects replay with.
-
-    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
-    counters and other numbers that the step found.
-    """
-
-    output: Any
-    effects: StepEffects
-    effect_tensors: tuple[Tensor, ...]
-    effect_whole: tuple[bool, ...]
-    step: CompiledStep
-    numbers: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Variant:
-    step: CompiledStep
-    state: StepState
-    effects: StepEffects
-    layouts: tuple[ParameterLayout | None, ...]
-
-    def holds(self, counters: Mapping[str, Any]) -> bool:
-        return self.state.holds(self.state.values(counters))
-
-    def at_this_step(self) -> CompiledStep:
-        """The step with the constants that Python finds now."""
-        if not self.state.feeds:
-            return self.step
-        return dataclasses.replace(self.step, constants=self.state.constants(self.step.constants))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedStep:
-    """A captured step that others than the engine run, and what ranks must agree on before they do."""
-
-    call: StepCall
-    layout: BatchLayout
-    index: int
-    module_state: Any
-    step: CompiledStep
-    layouts: tuple[ParameterLayout | None, ...]
 
 
 @dataclass
@@ -111,7 +76,8 @@ class StepEngine:
     draws: int = 0
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
-    _variants: dict[Any, list[_Variant]] = field(default_factory=dict)
+    replacements: Replacements = field(default_factory=Replacements)
+    _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
     _modes: ModuleStates | None = None
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
@@ -129,8 +95,10 @@ class StepEngine:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
 
         Raises:
-            ConfigError: a submodule on meta cannot initialise itself, or a rule does not fit the module.
+            ConfigError: a submodule on meta cannot initialise itself, one is lazy and has no parameters yet, or a rule
+                does not fit the module.
         """
+        check_initialised(self.module)
         plan, mesh = self.context.config.plan, self.context.mesh
         axes = plan_axes(plan, mesh)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
@@ -138,13 +106,15 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
         materialise_module(self.module, self.layouts, self.device)
-        shard_module(self.module, self.layouts, self.device)
+        shard_module(self.module, self.layouts, self.device, self.replacements)
         self.module.to(self.device)
+        share_buffers(self.module)
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
         leaves, rebuild = flatten_batch(batch)
-        return self._variant(call, leaves, rebuild, counters).step.report
+        call, layout = self._described(call, batch, leaves)
+        return self._variant(call, layout, leaves, rebuild, counters).step.report
 
     def find(self, call: StepCall, leaves: Sequence[tuple[str, Any]]) -> PreparedStep | None:
         """The step captured for a batch of such leaves, of which only shapes are read; None, on all ranks, if none is.
@@ -154,7 +124,7 @@ class StepEngine:
         """
         layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
         known = self._variants.get((call.name, layout, state), [])
-        index = next((i for i, variant in enumerate(known) if variant.holds(_static(leaves))), None)
+        index = next((i for i, variant in enumerate(known) if variant.holds(static_leaves(leaves))), None)
         if index is None:
             self._check_agreement(call, layout, [], -1, state)
             return None
@@ -180,61 +150,50 @@ class StepEngine:
         Raises:
             ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
             CaptureError: the step cannot be captured, or changes with every batch.
+            RanksDifferError: ranks call a module with arguments of different shapes; all raise it, and nothing has run.
         """
+        return self.ready(call, batch, counters).run(around)
+
+    def ready(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> ReadyStep:
+        """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
-        variant = self._variant(call, leaves, rebuild, counters)
-        state = variant.state
-        numbers, found = state.values({**counters, **_static(leaves)}), state.writes.prepare()
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
-        inputs = [*parameters.values(), *buffers.values(), *tensors]
-        if state.needs_vector:
-            fed = state.watcher.numbers(numbers)
-            inputs.append(torch.tensor(fed, dtype=torch.float64).to(self.device, non_blocking=True))
-        with self.seeded(variant.step), around():
-            results = run_step(variant.at_this_step(), inputs, variant.layouts)
-        return self._distribute(
-            variant, results, buffers, numbers, lambda given: state.writes.replay(given, numbers, found, tensors)
+        call, layout = self._described(call, batch, leaves)
+        return ReadyStep(
+            engine=self,
+            call=call,
+            variant=self._variant(call, layout, leaves, rebuild, counters),
+            layout=layout,
+            leaves=leaves,
+            rebuild=rebuild,
+            counters=counters,
         )
 
-    def _distribute(
-        self,
-        variant: _Variant,
-        results: list[Tensor],
-        buffers: Mapping[str, Tensor],
-        numbers: Mapping[str, Any],
-        replay: Callable[[list[Tensor]], None],
-    ) -> StepResult:
-        captured, writes = variant.step.captured, variant.state.writes
-        outputs, effects = take_apart(captured, results, buffers)
-        logged = len(effects) - len(writes.tensors)
-        replay([tensor.detach() for tensor in effects[logged:]])
-        statics = {i: made_again(leaf, numbers) for i, leaf in captured.static_outputs.items()}
-        return StepResult(
-            output=tree_unflatten(with_statics(outputs, statics), captured.output_spec),
-            effects=variant.effects,
-            effect_tensors=tuple(effects[:logged]),
-            effect_whole=_whole_effects(variant.step)[:logged],
-            step=variant.step,
-            numbers=numbers,
-        )
+    def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
+        if not call.local:
+            return call, describe_batch(leaves, self.batch_dims)
+        training = call.training and records_gradients(self._owner(call), [leaf for _, leaf in leaves])
+        name = call.name if training else f"{call.name}:inference"
+        return replace(call, training=training, name=name), describe_call(batch, self.device, training)
+
+    def _owner(self, call: StepCall) -> nn.Module:
+        return self.module.get_submodule(call.path)
 
     def _variant(
         self,
         call: StepCall,
+        layout: BatchLayout,
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
-    ) -> _Variant:
-        layout = describe_batch(leaves, self.batch_dims)
-        state = self._module_state()
+    ) -> Variant:
+        state = call_state(self._owner(call), call.training, self.device) if call.local else self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
-        found = {**counters, **_static(leaves)}
+        found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
         self._check_agreement(call, layout, leaves, index, state)
         if index == len(known):
-            self._check_shared_rows(layout, leaves)
+            self._check_shared_rows(call, layout, leaves)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 
@@ -247,20 +206,39 @@ class StepEngine:
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
     ) -> None:
+        if call.local:
+            batch = f"{layout} in {layout.structure}"
+            mine = StepIdentity(
+                name=call.name, batch=batch, shapes={}, values={}, variant=variant, module_state=repr(state)
+            )
+            check_same_call(self.context.control, mine)
+            if layout.refused:
+                raise CaptureError(f"{call.name}: {layout.refused}")
+            return
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
         values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
         values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
         check_same_step(
             self.context.control,
-            StepIdentity(name=call.name, batch=str(layout), values=values, variant=variant, module_state=repr(state)),
+            StepIdentity(
+                name=call.name,
+                batch=str(layout),
+                shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
+                values=values,
+                variant=variant,
+                module_state=repr(state),
+            ),
         )
 
-    def _check_shared_rows(self, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows."""
+    def _check_shared_rows(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
+
+        What a module hands to the next carries a gradient; it may differ in the last bit.
+        """
         mesh = self.context.mesh
         if mesh.device_mesh.size() == mesh.data_parallel_size:
             return
-        batched = {leaf.path for leaf in layout.leaves if leaf.batched}
+        batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
         digests = {path: _digest(leaf) for path, leaf in leaves if path in batched}
         check_same_rows(self.context.control, mesh.data_parallel_rank, digests)
 
@@ -271,25 +249,28 @@ class StepEngine:
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
-        known: list[_Variant],
-    ) -> _Variant:
-        self._count_capture(call, layout, known)
-        watcher = Watcher({**counters, **_static(leaves)})
+        known: list[Variant],
+    ) -> Variant:
+        counts = self._say_capture(call, layout, known)
+        self._check_batch(call, leaves, rebuild)
+        watcher = Watcher({**counters, **static_leaves(leaves)})
         state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
             return call.run(rebuild(values), watcher)
 
+        parameters, buffers = named_state(self.module, call.path)
         request = StepRequest(
             name=call.name,
             module=self.module,
             run=run,
-            parameters={name: TensorSpec.of(parameter) for name, parameter in self.module.named_parameters()},
-            buffers={name: TensorSpec.of(buffer) for name, buffer in self.module.named_buffers()},
+            parameters={name: TensorSpec.of(parameter) for name, parameter in parameters.items()},
+            buffers={name: TensorSpec.of(buffer) for name, buffer in buffers.items()},
             layout=layout,
             static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
-            batch_shards=self.context.mesh.data_parallel_size,
+            batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
+            local=call.local,
             device=self.device,
             effects=effects,
             training=call.training,
@@ -298,13 +279,37 @@ class StepEngine:
             notice=self.context.warn,
             edges=self._edges(),
         )
-        step = build_step(request, self.context)
+        try:
+            step = build_step(request, self.context)
+        except AutoParallelError:
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
         names = list(request.parameters)
-        return _Variant(
+        return Variant(
             step=step, state=state, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
         )
+
+    def _check_batch(
+        self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]
+    ) -> None:
+        """Whether the batch can be divided into rows by dim 0 of its tensors."""
+        if call.local or self.context.mesh.data_parallel_size == 1:
+            return
+        ragged = ragged_part(rebuild([leaf for _, leaf in leaves]))
+        if ragged is not None:
+            raise CaptureError(
+                f"the batch of {call.name} holds a {ragged}, whose tensors have no common dim for rows: it cannot "
+                "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
+            )
+        # Later kinds of batches may be what is left at an epoch's end.
+        known = self.batch_dims is not None or call.name in self._captures
+        doubt = None if known else check_rows(leaves, call.rows)
+        if doubt is not None:
+            self.context.warn_once(doubt)
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""
@@ -322,35 +327,37 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
-    def _count_capture(self, call: StepCall, layout: BatchLayout, known: list[_Variant]) -> None:
-        differences = sorted(
-            (found for variant in reversed(known) for found in variant.state.differences()),
-            key=lambda found: not found.is_number,
-        )
+    def _say_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> bool:
+        """Say that a step is captured again, and why; whether that counts. Refuse after ``max_captures`` of it."""
+        differences = [found for variant in reversed(known) for found in variant.state.differences()]
+        differences.sort(key=lambda found: not found.is_number)
         repeated = exact_repeats([variant.state.watcher.guards for variant in known])
         if repeated is not None:
-            raise CaptureError(_decides(repeated, len(known), call.name))
+            raise TooManyCapturesError(_decides(repeated, len(known), call.name))
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
         fed = self._numbers.get(call.name, frozenset())
         self._numbers[call.name] = fed | numbers
         if numbers - fed and call.name in self._captures:
             self.context.warn(f"{call.name} is captured again: {differences[0]}; from now on an input of its graph")
-            return
-        count = self._captures[call.name] = self._captures.get(call.name, 0) + 1
-        limit = self.context.config.max_captures
+            return False
+        count, limit = self._captures.get(call.name, 0) + 1, self.context.config.max_captures
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
                 guarded = [found for found in differences if found.place is None or found.place.identity not in fed]
                 reason = f"{reason}: {guarded[0]}" if guarded else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
-            return
+            return True
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
-        if guards:
-            raise CaptureError(_decides(guards[0], limit, call.name))
-        raise CaptureError(
-            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad batches to a few "
-            "shapes, or raise max_captures"
+        if guards and len(known) > 1:
+            raise TooManyCapturesError(_decides(guards[0], limit, call.name))
+        if differences:
+            raise TooManyCapturesError(
+                f"{call.name} finds {differences[0]}: it differs at nearly every step, {limit} variants were captured"
+            )
+        raise TooManyCapturesError(
+            f"{call.name} met more than max_captures={limit} kinds of batches, the last {layout}: pad them to a few "
+            "shapes (pad_to_multiple_of for lengths, drop_last=True for rows), or raise max_captures"
         )
 
     @contextlib.contextmanager
@@ -373,17 +380,6 @@ def _decides(guard: Guard, variants: int, name: str) -> str:
         f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
         "were captured; compute it on tensors, or raise max_captures"
     )
-
-
-def _static(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Leaves that are no tensors, by the names that the captured step knows them by."""
-    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
-
-
-def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
-    sharded = step.partitioned.sharded
-    pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
-    return tuple(all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log")
 
 
 def _digest(tensor: Tensor) -> str:

@@ -16,6 +16,7 @@ from lightning_autoparallel.config import EngineConfig
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     CompiledStep,
+    GraphCallable,
     PartitionedGraph,
     PassReport,
     PlanReport,
@@ -98,7 +99,7 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     with clock("compile"):
         # Until here no rank's graph tells which rank it is of.
         partitioned = specialize_partitioned(partitioned, group_place)
-        forward, backward = lower_partitioned(partitioned, context.config.compile)
+        forward, backward = _lowered(partitioned, context)
     return CompiledStep(
         partitioned=partitioned,
         forward=forward,
@@ -108,6 +109,17 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
         report=report,
         has_random_ops=any(fxn.is_random(node) for node in captured.graph_module.graph.nodes),
     )
+
+
+def _lowered(partitioned: PartitionedGraph, context: StageContext) -> tuple[GraphCallable, GraphCallable | None]:
+    """The callables of both halves; where one rank's compiler fails, no rank goes on to wait for it."""
+    error: Exception | None = None
+    try:
+        lowered = lower_partitioned(partitioned, context.config.compile)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    return lowered
 
 
 def _rewritten(

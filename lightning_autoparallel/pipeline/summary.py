@@ -99,7 +99,7 @@ def _gradients(partitioned: PartitionedGraph) -> dict[str, int]:
     """Bytes of every gradient as the backward gives it."""
     results = _results(partitioned.sharded.graph_module)
     pairs = zip(partitioned.sharded.outputs, results, strict=True)
-    return {item.name: fxn.size_bytes(node.meta["val"]) for item, node in pairs if item.kind == "gradient"}
+    return {item.name: fxn.size_bytes(node.meta["val"]) for item, node in pairs if item.is_parameter_gradient}
 
 
 def _placements(plan: ShardingPlan, name: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ def late_reductions(captured: CapturedGraph) -> frozenset[fx.Node]:
     ends = zip(output.args[0], captured.outputs, strict=True)
     late: set[fx.Node] = set()
     for node, item in ends:
-        if item.kind == "gradient":
+        if item.is_parameter_gradient:
             late |= _tail(node)
     return frozenset(late)
 

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from lightning_autoparallel.config import PlanRule, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     GraphInput,
+    GraphOutput,
     NodePlacement,
     Placements,
     PlanAxis,
@@ -25,6 +26,7 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.plan.edges import edge_pins
 from lightning_autoparallel.plan.gradients import late_reductions
+from lightning_autoparallel.plan.local import local_spec, own_values
 from lightning_autoparallel.plan.other_axes import OtherAxes
 from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
 from lightning_autoparallel.plan.storage import ParameterPlacement, place_parameters
@@ -104,7 +106,7 @@ def make_plan(
     planning = _Planning(
         captured=captured,
         placeholders=placeholders,
-        parameters=place_parameters(spec, shapes, axes),
+        parameters=place_parameters(local_spec(spec, shapes) if captured.local else spec, shapes, axes),
         rules=spec.rules,
         axes=axes,
         mesh=mesh,
@@ -135,7 +137,8 @@ def _solve_axes(planning: _Planning) -> list[Choices]:
     if batch:
         joint = planning.mesh.plan_axis(tuple(name for i in batch for name in axes[i].mesh_axes))
         assert joint is not None
-        choices = _solve(planning, joint, None, others)
+        captured = planning.captured
+        choices = own_values(captured.graph_module.graph) if captured.local else _solve(planning, joint, None, others)
         solved.update(dict.fromkeys(batch, choices))
         others.add(joint, choices)
     for i, axis in enumerate(axes):
@@ -191,42 +194,27 @@ def _pin(planning: _Planning, item: GraphInput, axis: PlanAxis, position: int | 
         return Shard(0)
     if item.kind == "tangent":
         # The gradient of a result has the result's placement.
-        result = _result_value(planning.captured, item.name)
-        return Shard(0) if _carries_batch(planning.captured, result) else Replicate()
+        return _result_placement(
+            next(result for result in planning.captured.outputs if (result.kind, result.name) == ("output", item.name))
+        )
     return Replicate()
 
 
-def _result_value(captured: CapturedGraph, name: str) -> Tensor:
-    for node, item in zip(output_nodes(captured.graph_module.graph), captured.outputs, strict=True):
-        if item.kind == "output" and item.name == name:
-            return node.meta["val"]
-    raise AssertionError(f"no result {name}")
-
-
-def global_batch_size(captured: CapturedGraph) -> int | None:
-    """Dim 0 of the batched leaves, or None where nothing is batched."""
-    placeholders = [node for node in captured.graph_module.graph.nodes if node.op == "placeholder"]
-    for node, item in zip(placeholders, captured.inputs, strict=True):
-        if item.batched:
-            return int(node.meta["val"].shape[0])
-    return None
-
-
-def _carries_batch(captured: CapturedGraph, value: Tensor) -> bool:
-    return value.dim() > 0 and value.shape[0] == global_batch_size(captured)
+def _result_placement(item: GraphOutput) -> Placement:
+    """A result that carries the batch keeps its rows on the rank that owns them."""
+    return Replicate() if item.batch_dim is None else Shard(item.batch_dim)
 
 
 def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | None) -> tuple[Placement, ...]:
     """Where output ``index`` may end: results keep their rows on the rank that owns them, everything else is whole."""
-    captured = planning.captured
-    item, node = captured.outputs[index], output_nodes(captured.graph_module.graph)[index]
-    if item.kind == "gradient" and position is not None:
+    item = planning.captured.outputs[index]
+    if item.is_parameter_gradient and position is not None:
         return (planning.parameters[item.name].compute[position],)
     if not axis.shards_batch:
         return (Replicate(),)
-    if item.kind in ("output", "log") and _carries_batch(captured, node.meta["val"]):
-        return (Shard(0),)
-    if item.kind == "gradient":
+    if item.kind in ("output", "log"):
+        return (_result_placement(item),)
+    if item.is_parameter_gradient:
         return (Replicate(), Shard(0))
     return (Replicate(),)
 
@@ -234,7 +222,7 @@ def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | No
 def _output_placements(planning: _Planning) -> tuple[Placements | None, ...]:
     placements: list[Placements | None] = []
     for index, item in enumerate(planning.captured.outputs):
-        if item.kind == "gradient":
+        if item.is_parameter_gradient:
             placements.append(planning.parameters[item.name].storage)
         else:
             placements.append(tuple(_allowed(planning, index, axis, None)[0] for axis in planning.axes))

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
+from lightning_autoparallel.lightning_compat import Trainer
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
@@ -43,7 +43,8 @@ class PlanningStrategy(AutoParallelStrategy):
     strategy_name = "autoparallel_planning"
 
     def __init__(self, *, world_size: int, ranks_per_node: int = 8, inference: bool = False, **options: Any) -> None:
-        super().__init__(**{**options, "compile": False})
+        # A plan is that of a whole step: what its Python does around modules is not known without running it.
+        super().__init__(**{**options, "compile": False, "capture": "step"})
         self.config = dataclasses.replace(self.config, ranks_per_node=ranks_per_node)
         self._nodes = _count_nodes(world_size, ranks_per_node)
         self.spec = _fitted(self.spec, world_size)
@@ -104,6 +105,7 @@ class PlanningStrategy(AutoParallelStrategy):
 
     def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
         report = steps.prepare("training_step", _required("training", sample_training_batch(trainer)))
+        assert report is not None, "a step that cannot be captured raises"
         if self._inference:
             report = with_inference(report, self._prepare_validation_step(trainer, steps))
         self.report = self._with_optimizers(_without_compiling(report))
@@ -116,7 +118,9 @@ class PlanningStrategy(AutoParallelStrategy):
         modes = [(submodule, submodule.training) for submodule in self.lightning_module.modules()]
         self.lightning_module.eval()
         try:
-            return steps.prepare("validation_step", batch)
+            report = steps.prepare("validation_step", batch)
+            assert report is not None, "a step that cannot be captured raises"
+            return report
         finally:
             for submodule, training in modes:
                 submodule.training = training

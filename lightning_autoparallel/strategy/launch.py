@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from lightning.pytorch import LightningModule
-
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningModule, check_flavour
 
 
 def check_launch(spec: MeshSpec, world_size: int) -> None:
@@ -24,14 +23,16 @@ def check_launch(spec: MeshSpec, world_size: int) -> None:
     spec.resolve(world_size)
 
 
-def check_module(module: LightningModule) -> None:
-    """Refuse what a LightningModule may not do under this strategy.
+def check_module(module: LightningModule, whole_steps: bool) -> None:
+    """Refuse what a LightningModule may not do under this strategy, which is to capture ``whole_steps`` or need not.
 
     Raises:
-        ConfigError: manual optimisation.
+        ConfigError: it optimizes by itself and its steps are to be captured whole, or it is a module of Lightning's
+            other package.
     """
-    if not module.automatic_optimization:
+    check_flavour(module)
+    if whole_steps and not module.automatic_optimization:
         raise ConfigError(
-            f"{type(module).__name__} sets automatic_optimization=False: manual optimisation is not supported yet by "
-            "AutoParallelStrategy; return the loss from training_step"
+            f"{type(module).__name__} sets automatic_optimization=False: a step that optimizes by itself cannot be "
+            'captured whole; use capture="auto" or "forward", or return the loss from training_step'
         )

@@ -48,6 +48,12 @@ class MetricScopes:
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", True))
             yield
 
+    def join_rows(self, module: nn.Module) -> None:
+        """Metrics of steps that run as they are written: what they join is the rows of different ranks."""
+        for member in module.modules():
+            if isinstance(member, torchmetrics.Metric):
+                self._join_over_rows(member)
+
     def _join_over_rows(self, metric: torchmetrics.Metric) -> None:
         mesh = self._mesh
         if metric.process_group is None and mesh.data_parallel_size < mesh.device_mesh.size():

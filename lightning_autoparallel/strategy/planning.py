@@ -8,12 +8,17 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors import data_connector
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import (
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    check_flavour,
+    data_connector,
+)
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.
@@ -54,11 +59,13 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
     """Fit up to the first batch with a ``planning_trainer``; the fake world ends with it.
 
     Raises:
-        ConfigError: a process group exists already, or there is no batch to plan for.
+        ConfigError: a process group exists already, there is no batch to plan for, or the module is of Lightning's
+            other package.
         AutoParallelError: the step cannot be captured or planned.
     """
     strategy = trainer.strategy
     assert isinstance(strategy, PlanningStrategy)
+    check_flavour(module)
     if dist.is_initialized():
         raise ConfigError(
             "planning makes a fake world of its own, but a process group is initialised in this process: destroy it "

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from lightning.pytorch import LightningModule, Trainer
-
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 
 _RANKS = ("global_rank", "local_rank")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture import Watcher, made_again
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
 from lightning_autoparallel.strategy.questions import rank_patches
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
@@ -71,6 +71,7 @@ class _Call:
 class LightningEffects:
     """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them.
 
+    Where the step is not of the ``whole_batch`` but of this rank's rows, they are replayed as they were written.
     With ``strict_effects`` a step that prints, or writes to a logger by itself, is refused; else that happens at
     capture only, and is said.
     """
@@ -81,10 +82,11 @@ class LightningEffects:
         watcher: Watcher,
         notice: Notice,
         scopes: MetricScopes,
+        whole_batch: bool = True,
         strict_effects: bool = True,
     ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
-        self._strict = strict_effects
+        self._whole_batch, self._strict = whole_batch, strict_effects
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -131,7 +133,7 @@ class LightningEffects:
                 results[call.metric_value] = result
 
     def _around(self, call: _Call, whole: Sequence[bool]) -> contextlib.AbstractContextManager[None]:
-        if call.updates is None:
+        if call.updates is None or not self._whole_batch:
             return contextlib.nullcontext()
         return self._scopes.updating(call.updates, all(whole[slot] for slot in call.slots()), call.line)
 
@@ -169,15 +171,16 @@ class LightningEffects:
         # Values are one device's already, equal on every rank: synchronising them again would only scale sums. Without
         # sync_dist Lightning would advise to set it.
         real_log, real_log_dict = LightningModule.log, LightningModule.log_dict
+        already_global = {"sync_dist": True, "sync_dist_group": ALREADY_GLOBAL} if self._whole_batch else {}
 
         def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             self._check_name(name)
-            kwargs.update(sync_dist=True, sync_dist_group=ALREADY_GLOBAL)
+            kwargs.update(already_global)
             self._record(real_log, (module, name, value, *args), kwargs)
 
         def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self._check_name(str(list(dictionary)) if isinstance(dictionary, Mapping) else "")
-            kwargs.update(sync_dist=True, sync_dist_group=ALREADY_GLOBAL)
+            kwargs.update(already_global)
             values = (
                 dict(dictionary) if isinstance(dictionary, Mapping) and type(dictionary) is not dict else dictionary
             )

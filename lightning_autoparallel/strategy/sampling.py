@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from lightning_autoparallel.lightning_compat import Trainer
 from lightning_autoparallel.torch_compat.tree import tree_map
 
 
@@ -43,6 +43,26 @@ def _is_consumed_by_reading(source: Any) -> bool:
     """Whether a second iterator would go on where the first one stopped."""
     dataset = source.dataset if isinstance(source, DataLoader) else None
     return any(hasattr(item, "__next__") for item in (source, dataset) if item is not None)
+
+
+_LOADERS = {
+    "training_step": "train_dataloader",
+    "validation_step": "val_dataloaders",
+    "test_step": "test_dataloaders",
+    "predict_step": "predict_dataloaders",
+}
+
+
+def rows_of_batches(trainer: Trainer, step: str, index: int) -> int | None:
+    """How many rows the first of one rank's batches for a step has; None where no single loader says so."""
+    loaders = getattr(trainer, _LOADERS[step])
+    loader = loaders[index] if isinstance(loaders, (list, tuple)) and index < len(loaders) else loaders
+    if not isinstance(loader, DataLoader):
+        return None
+    rows = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(rows, int) or rows == 1:  # one item, which may be a batch already
+        return None
+    return min(rows, len(loader.sampler)) if isinstance(loader.sampler, Sized) else rows
 
 
 def sample_training_batch(trainer: Trainer) -> tuple[bool, Any]:

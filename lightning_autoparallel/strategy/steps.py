@@ -1,105 +1,158 @@
-"""A LightningModule's steps as calls of the engine, their launches counted, their effects replayed."""
+"""A LightningModule's steps as calls of the engine: whole where they can be captured, else module by module."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.config import CaptureSpec
 from lightning_autoparallel.contracts import PlanReport
-from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFailedError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is_param_in_hook_signature, rank_zero_warn
 from lightning_autoparallel.pipeline import StepCall, StepEngine
+from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
+from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
+from lightning_autoparallel.strategy.launches import LaunchCounter
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
-from lightning_autoparallel.torch_compat.collectives import launched_collectives
+from lightning_autoparallel.strategy.sampling import rows_of_batches
 
 _BATCH_INDEX = "batch_idx"
-_PRECISION_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
 
 
 class LightningSteps:
-    """Runs ``training_step`` and its siblings of one module through one engine."""
+    """Runs ``training_step`` and its siblings of one module through one engine.
 
-    def __init__(self, module: LightningModule, trainer: Trainer, engine: StepEngine) -> None:
-        self._module, self._trainer, self._engine = module, trainer, engine
+    ``modes`` says of every step that ran, or was prepared, whether it was captured whole (``"step"``) or runs its own
+    Python (``"forward"``).
+    """
+
+    def __init__(self, module: LightningModule, trainer: Trainer, engine: StepEngine, capture: CaptureSpec) -> None:
+        self._module, self._trainer, self._engine, self._capture = module, trainer, engine, capture
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
-        self.measured_launches: dict[str, int] = {}
-        self.predicted_launches: dict[str, int] = {}
+        self.launches = LaunchCounter(engine.context.mesh)
+        self.modes: dict[str, str] = {}
+        self._forward: ForwardSteps | None = None
 
-    def prepare(self, name: str, batch: Any) -> PlanReport:
-        """Capture a step for batches like this one, without running it."""
-        args, kwargs = self._arguments(name, batch)
-        return self._engine.prepare(self._call(name, kwargs), batch, self._counters(args, kwargs))
+    @property
+    def forward(self) -> ForwardSteps:
+        """Steps whose Python runs at every step; made at first use."""
+        if self._forward is None:
+            self._forward = ForwardSteps(
+                self._module, self._trainer, self._engine, self._scopes, self._capture.modules, self._notice
+            )
+        return self._forward
 
-    def run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """One real step: compute, then replay what the step logged."""
-        counters = self._counters(args, kwargs)
-        call = self._call(name, dict(kwargs), *args[1:])
+    def mode(self, name: str) -> str:
+        """How a step runs as far as is known: ``"step"`` until something speaks against it."""
+        if self._capture.mode == "forward":
+            return self.modes.setdefault(name, "forward")
+        if name == "training_step" and not self._module.automatic_optimization and name not in self.modes:
+            reason = f"{type(self._module).__name__} optimizes by itself (automatic_optimization=False)"
+            self._climb_down(name, CaptureError(reason))
+        return self.modes.get(name, "step")
+
+    def prepare(self, name: str, batch: Any) -> PlanReport | None:
+        """Capture a step for batches like this one, without running it; None if its Python will run instead."""
+        if self.mode(name) == "forward":
+            return None
+        args = (batch, 0) if self._takes_index(name) else (batch,)
+        try:
+            return self._engine.prepare(self._call(name, args), batch, self._counters(args))
+        except StepFailedError:
+            raise
+        except (*NOT_CAPTURED, RanksDifferError) as error:
+            self._climb_down(name, error)
+            return None
+
+    def run(self, name: str, args: tuple[Any, ...]) -> Any:
+        """One real step on what Lightning gives it: the batch, then the indices of batch and dataloader it asks for."""
         if name == "training_step":
-            self.measured_launches = {}
-        batch = args[0] if args else kwargs["batch"]
-        around = self.counting if name == "training_step" else contextlib.nullcontext
-        result = self._engine.execute(call, batch, counters, around)
+            self.launches.start()
+        around = self.launches.counting if name == "training_step" else contextlib.nullcontext
+        if self.mode(name) == "step":
+            try:
+                return self._run_captured(name, args, around)
+            except (*NOT_CAPTURED, RanksDifferError) as error:
+                self._climb_down(name, error)
+        with around():
+            return self.forward.run(name, args, self._counters(args))
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of the training step: its collectives are counted with those of the forward."""
+        modules = self.forward.calls.running() if self.mode("training_step") == "forward" else contextlib.nullcontext()
+        with self.launches.counting(), modules:
+            yield
+
+    def optimizing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step of an optimizer."""
+        return contextlib.nullcontext() if self._forward is None else self._forward.calls.parameters.paused()
+
+    def closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """An optimizer's closure, which runs code of the step."""
+
+        def run() -> Any:
+            resumed = self._forward.calls.parameters.resumed() if self._forward else contextlib.nullcontext()
+            with resumed:
+                return closure()
+
+        return run
+
+    def _run_captured(self, name: str, args: tuple[Any, ...], around: Any) -> Any:
+        counters = self._counters(args)
+        call = self._call(name, args)
+        ready = self._engine.ready(call, args[0], counters)  # nothing has run where this raises
+        result = ready.run(around)
         if name == "training_step":
             # Of the variant that ran: the engine's reports are of the last one that was captured.
-            self.predicted_launches = result.step.report.launches()
+            self.launches.predicted = result.step.report.launches()
+        self.modes[name] = "step"
         effects = result.effects
         assert isinstance(effects, LightningEffects)
         effects.replay(result.effect_tensors, result.effect_whole, result.numbers)
         return result.output
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Add the collectives launched inside to ``measured_launches``."""
-        # Asked anew each time: a step that was captured in between may have made groups of its own.
-        groups = self._engine.context.mesh.axes_by_group()
-        before = {group: launched_collectives(group) for group in groups}
-        yield
-        for group, axes in groups.items():
-            launched = launched_collectives(group) - before[group]
-            if launched:
-                self.measured_launches[axes] = self.measured_launches.get(axes, 0) + launched
+    def _climb_down(self, name: str, error: Exception) -> None:
+        """From here on the step's Python runs at every step; on all ranks, which have all met an error.
 
-    def _arguments(self, name: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (batch, 0) if self._takes_index(name) else (batch,), {}
+        Raises:
+            Exception: the error itself, where the whole step was asked for.
+        """
+        if self._capture.mode == "step":
+            raise error.__cause__ if isinstance(error, StepFailedError) and error.__cause__ else error
+        self.modes[name] = "forward"
+        self._notice(
+            f"autoparallel: {name} runs in forward mode: {error}. Its Python runs at every step on each rank's rows, "
+            "as under DDP: the loss is that of these rows, and what is captured is what its modules compute"
+        )
 
     def _takes_index(self, name: str) -> bool:
-        return _BATCH_INDEX in inspect.signature(getattr(self._module, name)).parameters
+        return bool(is_param_in_hook_signature(getattr(self._module, name), _BATCH_INDEX, min_args=2))
 
-    def _counters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
-        index = kwargs.get(_BATCH_INDEX, args[1] if len(args) > 1 else 0)
+    def _counters(self, args: tuple[Any, ...]) -> dict[str, int]:
         return {
-            _BATCH_INDEX: index,
+            _BATCH_INDEX: args[1] if len(args) > 1 else 0,
             "global_step": self._trainer.global_step,
             "current_epoch": self._trainer.current_epoch,
         }
 
-    def _call(self, name: str, kwargs: dict[str, Any], *rest: Any) -> StepCall:
+    def _call(self, name: str, args: tuple[Any, ...]) -> StepCall:
         """The step with its batch index watched; another dataloader's index makes another step."""
-        dataloader_index = rest[1] if len(rest) > 1 else kwargs.get("dataloader_idx")
-        takes_index = self._takes_index(name)
+        takes_index = len(args) > 1 and self._takes_index(name)
+        rest = args[2:] if takes_index else args[1:]
+        dataloader_index = rest[0] if rest else None
 
         def run(batch: Any, watcher: Watcher) -> Any:
-            arguments: list[Any] = [batch]
-            if takes_index:
-                arguments.append(watcher.value(_BATCH_INDEX))
-            if dataloader_index is not None:
-                arguments.append(dataloader_index)
+            index = (watcher.value(_BATCH_INDEX),) if takes_index else ()
             # At capture only: what the context casts, and the dtype of what the step makes, are in the graph.
-            with getattr(self._trainer.precision_plugin, _PRECISION_CONTEXTS[name])():
-                return getattr(self._module, name)(*arguments)
+            with getattr(self._trainer.precision_plugin, PRECISION_CONTEXTS[name])():
+                return getattr(self._module, name)(batch, *index, *rest)
 
         return StepCall(
             name=name if not dataloader_index else f"{name}.{dataloader_index}",
@@ -107,6 +160,7 @@ class LightningSteps:
             effects=lambda watcher: LightningEffects(self._module, watcher, self._notice, self._scopes),
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
+            rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
         )
 
     def _notice(self, message: str) -> None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
+from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
-from lightning_autoparallel.errors import AutoParallelError
+from lightning_autoparallel.errors import ConfigError, StepFailedError
+from lightning_autoparallel.lightning_compat import (
+    A_TRAINER,
+    LightningModule,
+    Precision,
+    Trainer,
+    TrainerFn,
+    check_flavour,
+    rank_zero_info,
+    rank_zero_warn,
+    refuse_other_flavour,
+)
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
@@ -30,6 +38,7 @@ from lightning_autoparallel.strategy.launch import check_module
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.steps import LightningSteps
+from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 
 
 class AutoParallelStrategy(SavingStrategy):
@@ -67,6 +76,10 @@ class AutoParallelStrategy(SavingStrategy):
             ``"always"`` wherever it may be, ``"never"`` nowhere; ``{"when": "auto", "order": "cyclic", "depth": 1}``
             also says in which order (``"swizzle"``, ``"cyclic"``, ``"broadcast"``) and how many parts are on their way
             at once.
+        capture: ``"step"`` captures each step whole, as one graph of the global batch. ``"forward"`` runs its Python at
+            every step on each rank's rows, as DDP does, and captures the modules that it calls, or those that
+            ``{"forward": ["net", "head"]}`` names. ``"auto"`` captures it whole where what its Python reads and writes
+            can be followed, else says why not and does as ``"forward"``.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -92,6 +105,7 @@ class AutoParallelStrategy(SavingStrategy):
         save_distributed_checkpoint: bool = True,
         hardware: str | dict[str, Any] | None = None,
         decompose_matmuls: str | dict[str, Any] = "auto",
+        capture: str | dict[str, Any] = "auto",
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint)
@@ -111,8 +125,12 @@ class AutoParallelStrategy(SavingStrategy):
             hardware_from(hardware)
         check_disabled(self.config.disabled_passes, all_passes())
         self.batch_dims = batch_dims
+        self.capture = CaptureSpec.parse(capture)
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
+        self._skips = False
+        # again: the other flavour may have been imported after this package
+        refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
 
     # -- what it shows -----------------------------------------------------------------------------------------------
 
@@ -127,6 +145,8 @@ class AutoParallelStrategy(SavingStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        # the first that a Trainer hands over
+        check_flavour(plugin, A_TRAINER)
         self._precision_plugin = None if plugin is None else supported_precision(plugin)
 
     @property
@@ -137,12 +157,17 @@ class AutoParallelStrategy(SavingStrategy):
     @property
     def measured_launches(self) -> dict[str, int]:
         """Collectives that the last training step launched, by mesh axes."""
-        return {} if self._steps is None else self._steps.measured_launches
+        return {} if self._steps is None else self._steps.launches.measured
 
     @property
     def predicted_launches(self) -> dict[str, int]:
         """Collectives in the final graphs of the training step that ran last, by mesh axes."""
-        return {} if self._steps is None else self._steps.predicted_launches
+        return {} if self._steps is None else self._steps.launches.predicted
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """How each step runs: ``"step"``, captured whole, or ``"forward"``, its own Python around captured modules."""
+        return {} if self._steps is None else dict(self._steps.modes)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -158,9 +183,9 @@ class AutoParallelStrategy(SavingStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        check_module(module)
+        check_module(module, whole_steps=self.capture.mode == "step")
         engine = self._engine_for(module)
-        self._steps = LightningSteps(module, trainer, engine)
+        self._steps = LightningSteps(module, trainer, engine, self.capture)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
@@ -197,21 +222,31 @@ class AutoParallelStrategy(SavingStrategy):
             return
         try:
             report = steps.prepare("training_step", batch)
-        except AutoParallelError:
-            raise
-        except Exception as error:
+        except StepFailedError as error:
             # The step may need what on_train_start sets up: its first call will show whether it works.
             rank_zero_warn(
-                f"training_step could not be captured before training ({type(error).__name__}: {error}): it will be at "
-                "its first step"
+                f"training_step could not be captured before training ({error}): it will be at its first step"
             )
             return
-        rank_zero_info(_summary(report))
+        if report is not None:
+            rank_zero_info(_summary(report))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Optimizers over the sharded parameters; those of an earlier fit would hold others."""
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
         super().setup_optimizers(trainer)
+        for optimizer in self._optimizers:
+            self._rebind(optimizer)
+
+    def _rebind(self, optimizer: Optimizer) -> None:
+        """An optimizer that was made before the parameters were sharded trains what is in the module now."""
+        assert self._engine is not None
+        for parameter in self._engine.replacements.rebind(optimizer.param_groups):
+            if optimizer.state.pop(parameter, None):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has taken steps on parameters that are sharded now: make it in "
+                    "configure_optimizers, and load its state from a checkpoint (ckpt_path)"
+                )
 
     def model_to_device(self) -> None:
         """Sharding has put every parameter where it belongs."""
@@ -226,30 +261,44 @@ class AutoParallelStrategy(SavingStrategy):
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the captured training step on this rank's batch."""
-        return self._run("training_step", args, kwargs)
+        """Run the training step on this rank's batch; all ranks may skip it by None, as on one device."""
+        assert self.lightning_module is not None
+        output = self._run("training_step", (*args, *kwargs.values()))
+        self._skips = output is None and self.lightning_module.automatic_optimization
+        # Lightning refuses None where there are several processes, not knowing that all of them skip.
+        return torch.full((), math.nan, device=self.root_device) if self._skips and self.world_size > 1 else output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the captured validation step."""
-        return self._run("validation_step", args, kwargs)
+        """Run the validation step."""
+        return self._run("validation_step", (*args, *kwargs.values()))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the captured test step."""
-        return self._run("test_step", args, kwargs)
+        """Run the test step."""
+        return self._run("test_step", (*args, *kwargs.values()))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the captured predict step; a batched result is this rank's rows."""
-        return self._run("predict_step", args, kwargs)
+        """Run the predict step; a batched result is this rank's rows."""
+        return self._run("predict_step", (*args, *kwargs.values()))
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, name: str, args: tuple[Any, ...]) -> Any:
         assert self._steps is not None
-        return self._steps.run(name, args, kwargs)
+        return self._steps.run(name, args)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the captured backward; its collectives are counted with those of the forward."""
         assert self._steps is not None
-        with self._steps.counting():
+        if self._skips:
+            return closure_loss
+        with self._steps.backward(), shards_asked_for_nan():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        """Step the optimizer on the shards; its closure may run a step of the module."""
+        assert self._steps is not None
+        with self._steps.optimizing():
+            return super().optimizer_step(optimizer, self._steps.closing(closure), model, **kwargs)
 
     def teardown(self) -> None:
         """Leave the shards where they are: they may be used again."""

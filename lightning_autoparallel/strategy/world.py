@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import (
+    ParallelStrategy,
+    SubprocessScriptLauncher,
+    all_gather_if_available,
+    default_process_group_backend,
+    distributed_is_initialized,
+    init_process_group,
+    rank_zero_only,
+    reset_seed,
+    sync_if_available,
+)
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.strategy.launch import check_launch
@@ -95,7 +95,7 @@ class WorldStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         check_launch(self.spec, self.num_processes * self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh, once."""
@@ -110,13 +110,11 @@ class WorldStrategy(ParallelStrategy):
         self.lightning_module._device_mesh = self._mesh.device_mesh
 
     def _start_process_group(self) -> None:
-        self.process_group_backend = self.process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
+        self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
         device_id = self.root_device if self.root_device.type != "cpu" else None
         with one_gloo_thread():
-            _init_dist_connection(
+            init_process_group(
                 self.cluster_environment, self.process_group_backend, timeout=self.timeout, device_id=device_id
             )
         # Lightning leaves gloo groups to the interpreter's exit, where their threads may abort the process.
@@ -132,7 +130,7 @@ class WorldStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if not _distributed_is_initialized():
+        if not distributed_is_initialized():
             return
         if dist.get_backend() == "nccl":
             dist.barrier(device_ids=[self.root_device.index])
@@ -141,7 +139,7 @@ class WorldStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``."""
-        if not _distributed_is_initialized():
+        if not distributed_is_initialized():
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src)
@@ -155,7 +153,7 @@ class WorldStrategy(ParallelStrategy):
             if self._mesh.data_parallel_size == 1:
                 return tensor
             group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return sync_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensors of ``group``, the data-parallel ranks unless given, stacked by rank."""
@@ -163,12 +161,12 @@ class WorldStrategy(ParallelStrategy):
             if self._mesh.data_parallel_size == 1:
                 return tensor.unsqueeze(0)
             group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()
-        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        return all_gather_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any rank, decided so; over every rank, whatever its rows."""
         votes = torch.tensor(int(decision), device=self.root_device)
-        votes = _sync_ddp_if_available(votes, None, reduce_op="sum")
+        votes = sync_if_available(votes, None, reduce_op="sum")
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
 

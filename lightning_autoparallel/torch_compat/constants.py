@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 _ATTRIBUTE = "_known_constant"
 _LARGEST = 2**22  # elements; nothing larger is worth computing twice
 _READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+_INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,22 @@ class _Known:
 def is_constant(tensor: Tensor) -> bool:
     """Whether a step made ``tensor`` out of nothing but Python numbers, and wrote nothing else into it since."""
     return _value(tensor) is not None
+
+
+@contextlib.contextmanager
+def whole_lists_of_constants() -> Iterator[None]:
+    """``tolist`` gives what is known inside: the tensors of a trace have one of their own, which no mode is told of."""
+    traced = FunctionalTensor.tolist
+
+    def tolist(tensor: FunctionalTensor) -> Any:
+        known = _value(tensor)
+        if known is None:
+            return traced(tensor)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return known.tolist()
+
+    with mock.patch.object(FunctionalTensor, "tolist", tolist):
+        yield
 
 
 def copy_constant(source: Tensor, target: Tensor) -> None:
@@ -53,6 +73,27 @@ class KnownConstants:
             return False, None
         with _disable_current_modes():
             return True, function(known)
+
+    def with_places(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with known boolean masks, where one is an index, as the places that they select."""
+        if function not in _INDEXED or not isinstance(args[1], (Tensor, tuple)):
+            return args
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not any(_selects(item) and _value(item) is not None for item in index):
+            return args
+        places = [place for item in index for place in self._places(item)]
+        return (args[0], tuple(places), *args[2:])
+
+    def _places(self, item: Any) -> list[Any]:
+        value = _value(item) if _selects(item) else None
+        if value is None or value.dim() == 0:
+            return [item]
+        with _disable_current_modes():
+            found = [(place.tolist(), place) for place in value.nonzero(as_tuple=True)]
+        made = [torch.tensor(numbers, dtype=torch.int64, device=item.device) for numbers, _ in found]
+        for tensor, (_, place) in zip(made, found, strict=True):
+            setattr(tensor, _ATTRIBUTE, _Known(place, self._changed))
+        return made
 
     def observe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what ``result`` is, if everything that went into it is known."""
@@ -96,6 +137,10 @@ class KnownConstants:
                 torch.set_rng_state(state)
                 return None
         return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+def _selects(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype is torch.bool
 
 
 def _all_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

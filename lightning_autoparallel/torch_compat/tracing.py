@@ -41,6 +41,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensorMode",
     "JointExport",
+    "MutatedInputError",
     "TorchCall",
     "active_fake_mode",
     "annotate_nodes",
@@ -68,6 +69,14 @@ class JointExport:
     inputs: tuple[tuple[str, int], ...]  # ("argument" | "tangent", position of the argument or of the result)
     outputs: tuple[tuple[str, int] | None, ...]  # ("output" | "mutation" | "gradient", position)
     output_spec: TreeSpec
+
+
+class MutatedInputError(Exception):
+    """The traced module changes an argument that is differentiated in place; ``position`` is that of the argument."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"argument {position} is changed in place (InputMutationAOTOutput)")
+        self.position = position
 
 
 @contextlib.contextmanager
@@ -169,9 +178,10 @@ def collection_paused() -> Iterator[None]:
 def _input_position(desc: object) -> tuple[str, int]:
     if isinstance(desc, PlainAOTInput):
         return "argument", desc.idx
-    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
-        return "mutation", -1  # of a parameter, which is refused
-    assert isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput), f"unknown graph input {desc}"
+    assert isinstance(desc, TangentAOTInput), f"unknown graph input {desc}"
+    if isinstance(desc.output, InputMutationAOTOutput) and isinstance(desc.output.mutated_input, PlainAOTInput):
+        raise MutatedInputError(desc.output.mutated_input.idx)
+    assert isinstance(desc.output, PlainAOTOutput), f"unknown graph input {desc}"
     return "tangent", desc.output.idx
 
 
@@ -260,6 +270,7 @@ class record_frames(TorchFunctionMode):
             return value
         self._inside = True
         try:
+            args = self._constants.with_places(func, args)
             with fx_traceback.annotate(self._describe(sys._getframe(1))):
                 result = self._call(func, args, kwargs or {})
         finally:

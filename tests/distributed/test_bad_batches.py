@@ -1,4 +1,4 @@
-"""Ranks whose batches do not fit together stop together."""
+"""Ranks whose batches do not fit together stop together, where the whole step is to be captured."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class _Uneven(Net):
     """Rank 1 has other rows at one step."""
 
     at = 0
+    strategy: ClassVar = {"capture": "step"}
 
     def loader(self, rank, shards):
         own = list(super().loader(rank, shards))
@@ -39,11 +40,24 @@ class UnevenThird(_Uneven):
 def test_ranks_with_different_numbers_of_rows(kind, worlds: Worlds) -> None:
     for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
         assert text.startswith(
-            "ConfigError: ranks hold different batches: rank 0 has training_step on 0: float32[4, 6]"
+            "RanksDifferError: ranks hold different batches: rank 0 has training_step on 0: float32[4, 6]"
         )
         assert "rank 1 has training_step on 0: float32[3, 6], 1: int64[3]" in text
         assert "give every rank the same number of rows (drop_last=True)" in text
         assert seconds < SECONDS
+
+
+class UnevenLengths(Net):
+    """Rank 1 pads to another length."""
+
+    def loader(self, rank, shards):
+        own = [(x.repeat(1, 1 + rank), y) for x, y in super().loader(rank, shards)]
+        return DataLoader(own, batch_size=None)
+
+
+def test_ranks_with_different_lengths(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, UnevenLengths, timeout_s=SECONDS):
+        assert "dim 1 of leaf '0' is 6 and 12 long: pad to one length on all ranks (padding='max_length'" in text
 
 
 class Weighted(Net):
@@ -71,6 +85,7 @@ class Weighted(Net):
 
 class WeightedDifferently(Weighted):
     differ = True
+    strategy: ClassVar = {"capture": "step"}
 
 
 def test_a_leaf_of_another_length_is_replicated(worlds: Worlds) -> None:
@@ -80,7 +95,7 @@ def test_a_leaf_of_another_length_is_replicated(worlds: Worlds) -> None:
 def test_a_replicated_leaf_with_different_values(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, WeightedDifferently, timeout_s=SECONDS):
         assert text.startswith(
-            "ConfigError: batch leaf 'weight' has other values on rank 1 than on rank 0, but its dim 0"
+            "RanksDifferError: batch leaf 'weight' has other values on rank 1 than on rank 0, but its dim 0"
         )
         assert "give all ranks the same values, or set batch_dims={'weight': 0}" in text
 
@@ -128,7 +143,7 @@ class EverLonger(Net):
     """Every batch has one row more than the last."""
 
     steps = 8
-    strategy: ClassVar = {"max_captures": 3}
+    strategy: ClassVar = {"capture": "step", "max_captures": 3}
 
     def batches(self):
         full = super().batches()
@@ -138,9 +153,9 @@ class EverLonger(Net):
 def test_batches_of_ever_changing_shape(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, EverLonger, timeout_s=SECONDS):
         assert text.startswith(
-            "CaptureError: training_step met more than max_captures=3 kinds of batches, the last 0: float32[8"
+            "TooManyCapturesError: training_step met more than max_captures=3 kinds of batches, the last 0: float32[8"
         )
-        assert "pad batches to a few shapes, or raise max_captures" in text
+        assert "pad them to a few shapes (pad_to_multiple_of for lengths" in text
 
 
 class SmallerLast(Net):

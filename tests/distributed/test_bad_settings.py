@@ -82,6 +82,8 @@ def test_an_interactive_python_cannot_start_processes(monkeypatch) -> None:
 
 
 class ManualOptimization(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -108,8 +110,8 @@ class OnMeta(Net):
         (
             ManualOptimization,
             {"dp_shard": 2},
-            "ConfigError: ManualOptimization sets automatic_optimization=False: manual optimisation is not supported "
-            "yet by AutoParallelStrategy; return the loss from training_step",
+            "ConfigError: ManualOptimization sets automatic_optimization=False: a step that optimizes by itself cannot "
+            'be captured whole; use capture="auto" or "forward", or return the loss from training_step',
         ),
         (
             OnMeta,

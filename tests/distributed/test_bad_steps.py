@@ -1,4 +1,4 @@
-"""Steps that cannot be captured are refused on every rank before anything has run, with the user's line."""
+"""Steps that cannot be captured whole, where that is asked for, are refused on every rank before anything has run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.jobs import MESH, Net, failure
+from tests.distributed import jobs
+from tests.distributed.jobs import MESH, failure, train
 from tests.worlds import Worlds
 
 FILE = Path(__file__).name
 SECONDS = 120  # generous: a hang would last until the collectives' timeout, 30 minutes
+
+
+class Net(jobs.Net):
+    """Must be captured whole; knows its rank."""
+
+    strategy: ClassVar = {"capture": "step"}
+
+    def setup(self, stage):
+        self.my_rank = dist.get_rank()
 
 
 def line_of(kind: type, text: str) -> str:
@@ -44,16 +54,16 @@ class SelectsByValue(Net):
         return self.loss((x[y > 0], y[y > 0]))  # here
 
 
+class AsksForTheRank(Net):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * dist.get_rank()  # here
+
+
 class NamesByBatchIndex(Net):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log(f"loss_{batch_idx}", loss)  # here
         return loss
-
-
-class AsksForTheRank(Net):
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * dist.get_rank()  # here
 
 
 class ReturnsNothing(Net):
@@ -94,47 +104,40 @@ def test_no_loss(kind, message, worlds: Worlds) -> None:
         assert message in text
 
 
-class Ranked(Net):
-    """Knows its rank, as a hook may."""
-
-    def on_train_start(self):
-        self.mine = dist.get_rank()
-
-
-class DependsOnRank(Ranked):
+class DependsOnRank(Net):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        if self.mine == 1:
+        if self.my_rank == 1:
             loss = loss * 2  # here
         return loss
 
 
-class DependsOnRankLater(Ranked):
+class DependsOnRankLater(Net):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        if batch_idx == 2 and self.mine == 1:
+        if batch_idx == 2 and self.my_rank == 1:
             loss = loss * 2
         return loss
 
 
-class FailsOnOneRank(Ranked):
+class FailsOnOneRank(Net):
     def training_step(self, batch, batch_idx):
-        if self.mine == 1:
+        if self.my_rank == 1:
             raise KeyError("only here")
         return self.loss(batch)
 
 
-class ReadsItemOnOneRank(Ranked):
+class ReadsItemOnOneRank(Net):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        if self.mine == 1:
+        if self.my_rank == 1:
             loss.item()  # here
         return loss
 
 
 class FreezesOnOneRank(Net):
     def on_train_start(self):
-        self.net[0].weight.requires_grad_(dist.get_rank() == 0)
+        self.net[0].weight.requires_grad_(self.my_rank == 0)
 
 
 def test_ranks_that_compute_different_things(worlds: Worlds) -> None:
@@ -151,9 +154,7 @@ def test_ranks_that_branch_differently_at_a_later_step(worlds: Worlds) -> None:
 
 def test_ranks_that_freeze_different_parameters(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, FreezesOnOneRank, timeout_s=SECONDS):
-        assert (
-            "ranks took different branches of the step, or froze different parameters: they must decide alike" in text
-        )
+        assert "training_step: rank 1 froze other parameters than rank 0" in text
 
 
 def test_an_error_of_one_rank_stops_all(worlds: Worlds) -> None:
@@ -169,9 +170,9 @@ def test_a_read_value_of_one_rank_stops_all(worlds: Worlds) -> None:
     assert message in second[0]
 
 
-class RankLaterFails(Ranked):
+class RankLaterFails(Net):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and self.mine == 1:
+        if batch_idx == 2 and self.my_rank == 1:
             raise KeyError("at the third step")
         return self.loss(batch)
 
@@ -184,7 +185,7 @@ def test_an_error_of_one_rank_at_a_later_capture_stops_all(worlds: Worlds) -> No
 
 class DecidesByBatchIndex(Net):
     steps = 10
-    strategy: ClassVar = {"max_captures": 3}
+    strategy: ClassVar = {"capture": "step", "max_captures": 3}
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -196,4 +197,22 @@ def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
         expected = (
             f"{line_of(DecidesByBatchIndex, 'here')} decides by `int(batch_idx)` differently at nearly every step: 3"
         )
-        assert text.startswith(f"CaptureError: {expected} variants of training_step were captured")
+        assert text.startswith(f"TooManyCapturesError: {expected} variants of training_step were captured")
+
+
+class NeedsItsStart(Net):
+    """Cannot be captured before ``on_train_start``."""
+
+    strategy: ClassVar = {"max_captures": 1}
+
+    def on_train_start(self):
+        self.factor = torch.tensor(2.0)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.factor
+
+
+def test_a_capture_that_failed_is_none(worlds: Worlds) -> None:
+    outcome, _ = worlds(2).run(train, NeedsItsStart, MESH)
+    assert outcome.said("training_step could not be captured before training (AttributeError") == 1
+    assert outcome.said("captured again") == 0 and len(outcome.losses) == NeedsItsStart.steps

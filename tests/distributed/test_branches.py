@@ -72,12 +72,16 @@ def test_freezing_between_epochs(worlds: Worlds) -> None:
 
 
 class Prints(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def training_step(self, batch, batch_idx):
         print("training")
         return self.loss(batch)
 
 
 class WritesToTheLogger(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.logger.experiment.add_scalar("loss", loss, self.global_step)
@@ -85,6 +89,8 @@ class WritesToTheLogger(Net):
 
 
 class Draws(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def training_step(self, batch, batch_idx):
         return self.loss(batch) * random.random()
 

@@ -34,7 +34,9 @@ class Validated(Net):
         self.log("test", self.loss(batch))
 
     def predict_step(self, batch):
-        return {"scores": self.net(batch[0]), "mean": self.net(batch[0]).mean()}
+        scores = self.net(batch[0])
+        as_long = self.net[0].weight.flatten()[: self.rows] * 1  # as long as the batch, and none of it
+        return {"scores": scores, "columns": scores.t(), "as_long": as_long, "mean": scores.mean()}
 
     def val_dataloader(self):
         return self.train_dataloader()
@@ -156,4 +158,6 @@ def test_evaluation(fit_first, worlds: Worlds) -> None:
             torch.testing.assert_close(result[name], expected[name], rtol=1e-5, atol=1e-7)
         for ours, theirs in zip(result["predicted"], expected["predicted"], strict=True):
             torch.testing.assert_close(ours["scores"], theirs["scores"].chunk(2)[rank], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours["columns"], ours["scores"].t())
+            torch.testing.assert_close(ours["as_long"], theirs["as_long"], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(ours["mean"], theirs["mean"], rtol=1e-5, atol=1e-6)

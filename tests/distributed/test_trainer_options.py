@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.jobs import MESH, Net, Outcome, assert_equals_one_device, train
+from tests.distributed.jobs import MESH, Net, Outcome, assert_equals_one_device, failure, train
 from tests.worlds import Worlds
 
 
@@ -127,3 +129,49 @@ def test_gradients_are_accumulated(kind, mesh, worlds: Worlds) -> None:
 )
 def test_as_many_batches_run_as_on_one_device(kind, counts: tuple[int, int, int], worlds: Worlds) -> None:
     assert compared(kind, worlds).extra == counts
+
+
+class Watched(Net):
+    trainer_options: ClassVar = {"detect_anomaly": True}
+
+
+class GivesNan(Watched):
+    """On rank 1 alone a shard of a gradient is nan."""
+
+    def loss(self, batch):
+        return super().loss(batch) + (self.net[0].weight[-1:] * 0).sqrt().sum()
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(10), nn.Tanh(), nn.Linear(10, 3))
+
+
+@pytest.mark.parametrize("options", [{"profiler": "pytorch"}, {"detect_anomaly": True}], ids=str)
+def test_instruments_change_nothing(options, worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train_with, options)
+    assert_equals_one_device(outcomes, train(Net, None))
+
+
+def train_with(options: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(type("Observed", (Net,), {"trainer_options": {**options, "default_root_dir": folder}}), MESH)
+
+
+def nan_of() -> str:
+    try:
+        train(GivesNan, MESH)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_anomalies_stop_all_ranks(worlds: Worlds) -> None:
+    for text in worlds(2).run(nan_of):
+        assert "returned nan values" in text
+
+
+def test_lazy_modules_are_refused(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, Lazy):
+        assert text.startswith("ConfigError: module 'net.0' (LazyLinear) is lazy and its parameters have no shape yet")

@@ -13,7 +13,7 @@ LADDER: list[set[str]] = [
     {"errors"},
     {"config"},
     {"contracts"},
-    {"torch_compat", "artifacts", "fx", "mesh"},
+    {"torch_compat", "lightning_compat", "artifacts", "fx", "mesh"},
     {"cost"},
     STAGES,
     {"pipeline"},
@@ -31,6 +31,7 @@ FILES_WITH_LIGHTNING = {
     f"{PACKAGE}/{name}.py" for name in ("__init__", "models/module", "models/data", "models/report")
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+DOOR = "lightning_compat"
 PUBLIC_DESPITE_UNDERSCORE = ("torch.ops.",)  # operators are named so, such as torch.ops._c10d_functional
 
 Rule = Callable[[Source], Iterable[str]]
@@ -64,12 +65,21 @@ def stages_that_price(source: Source) -> Iterable[str]:
 
 
 def lightning_elsewhere(source: Source) -> Iterable[str]:
-    """Imports of lightning outside the parts that speak to it."""
-    if source.part in PARTS_WITH_LIGHTNING or source.path in FILES_WITH_LIGHTNING:
+    """Imports of lightning outside the door to it."""
+    if source.part == DOOR:
         return
     for found in imports_of(source):
         if found.name.split(".")[0] in LIGHTNING:
             yield f"{source.path}:{found.line}: {found.name}"
+
+
+def parts_without_lightning(source: Source) -> Iterable[str]:
+    """Imports of the door to lightning by parts that do not speak to it."""
+    if source.part in {DOOR, *PARTS_WITH_LIGHTNING} or source.path in FILES_WITH_LIGHTNING:
+        return
+    for line, target in _own_parts(source):
+        if target == DOOR:
+            yield f"{source.path}:{line}: {source.part} imports {DOOR}"
 
 
 def private_torch_elsewhere(source: Source) -> Iterable[str]:
@@ -101,6 +111,7 @@ RULES = [
     stages_that_meet,
     stages_that_price,
     lightning_elsewhere,
+    parts_without_lightning,
     private_torch_elsewhere,
 ]
 
@@ -125,7 +136,10 @@ def test_the_package_keeps(rule: Rule):
         (stages_that_meet, "passes/runner.py", "from .. import plan"),
         (stages_that_price, "apply/lower.py", "from lightning_autoparallel.cost import collective"),
         (lightning_elsewhere, "pipeline.py", "import lightning.pytorch as pl"),
-        (lightning_elsewhere, "models/llama3.py", "from pytorch_lightning import LightningModule"),
+        (lightning_elsewhere, "strategy/strategy.py", "from pytorch_lightning import LightningModule"),
+        (lightning_elsewhere, "cli/main.py", "def f():\n    from lightning_fabric import Fabric"),
+        (parts_without_lightning, "models/llama3.py", "from lightning_autoparallel.lightning_compat import Callback"),
+        (parts_without_lightning, "capture/step.py", "from ..lightning_compat.cli import LightningCLI"),
         (private_torch_elsewhere, "plan/candidates.py", "from torch.distributed.tensor._op_schema import OpSchema"),
         (private_torch_elsewhere, "capture/step.py", "import torch._functorch.aot_autograd"),
         (private_torch_elsewhere, "mesh.py", "from torch import _C"),
@@ -145,7 +159,8 @@ def test_each_rule_can_fail(rule: Rule, path: str, text: str):
         ("capture/step.py", "from .recorder import Recorder\nfrom ..torch_compat import fake_mode"),
         ("plan/solve.py", "from lightning_autoparallel.cost.collective import time_us"),
         ("pipeline.py", "from lightning_autoparallel import apply, capture, compile, cost, passes, plan"),
-        ("models/data.py", "import lightning.pytorch as pl"),
+        ("lightning_compat/cli.py", "from pytorch_lightning.cli import LightningCLI"),
+        ("models/data.py", "from lightning_autoparallel.lightning_compat import LightningDataModule"),
         ("cli/main.py", "from lightning_utilities.core.rank_zero import rank_zero_only"),
         ("torch_compat/modes.py", "from torch._guards import TracingContext"),
         ("fx/nodes.py", "wait = torch.ops._c10d_functional.wait_tensor.default\nx = torch.__version__"),

@@ -9,16 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_autoparallel.callbacks.memory import MemoryProbe, memory_probe
 from lightning_autoparallel.cli.bench.records import RankResult
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 from lightning_autoparallel.torch_compat.world import all_launched_collectives
 
 _CPU = torch.device("cpu")
@@ -68,14 +67,12 @@ class BenchClock(Callback):
         self._losses: list[Tensor] = []
         self._peak_bytes = 0
 
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The fit begins: what follows is the start-up, until the first batch is done."""
         self._fit_s = time.perf_counter()
         self._probe = memory_probe(trainer.strategy.root_device)
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Mark the time and the launches so far; the peak is that of the timed batches."""
         assert self._probe is not None
         if len(self._starts) == self._warmup:
@@ -88,7 +85,7 @@ class BenchClock(Callback):
         self._starts.append(_mark(trainer.strategy.root_device))
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss; end the start-up after the first batch and the fit after the last."""
         if isinstance(outputs, dict) and outputs.get("loss") is not None:
@@ -99,7 +96,7 @@ class BenchClock(Callback):
         if len(self._starts) > self._warmup + self._steps:
             trainer.should_stop = True
 
-    def result(self, trainer: lightning.Trainer, report: PlanReport | None) -> RankResult:
+    def result(self, trainer: Trainer, report: PlanReport | None) -> RankResult:
         """What was measured, after the fit, and what the report of the step says of it.
 
         Raises:

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
@@ -22,6 +20,8 @@ from lightning_autoparallel.cli.bench.processes import MeasurementError, ended_b
 from lightning_autoparallel.cli.bench.records import Contender, Job, Runs
 from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, problems
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
+from lightning_autoparallel.lightning_compat import LIGHTNING_VERSION
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
 
 BENCH = "bench"
 
@@ -100,7 +100,7 @@ def machine(options: BenchOptions, all_runs: Sequence[Runs]) -> dict[str, Any]:
         "backends": sorted({run.backend for run in seen}),
         "memory": sorted({run.memory_label for run in seen}),
         "torch": torch.__version__,
-        "lightning": lightning.__version__,
+        "lightning": LIGHTNING_VERSION,
         "rounds": options.rounds,
         "steps": options.steps,
         "warmup": options.warmup,

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.cli import LightningArgumentParser
-
 from lightning_autoparallel.cli.bench.contenders import ours, parse_against, without_passes
 from lightning_autoparallel.cli.bench.records import Contender
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
 from lightning_autoparallel.passes import all_passes
 
 _SECTIONS = ("seed_everything", "trainer", "model", "data", "strategy")

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.strategies import Strategy
 
 from lightning_autoparallel.cli.bench.clock import BenchClock, process_memory_bytes
 from lightning_autoparallel.cli.bench.processes import error_path, result_path
 from lightning_autoparallel.cli.bench.records import OURS, Contender, Job, RankResult
 from lightning_autoparallel.cli.bench.rows import RowSplit, lightning_strategy
 from lightning_autoparallel.cli.bench.wrap import prepare_module
+from lightning_autoparallel.lightning_compat import ClusterEnvironment, LightningEnvironment, Strategy, Trainer
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser, LightningCLI
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
 _STEP = "training_step"

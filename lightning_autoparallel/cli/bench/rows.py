@@ -9,12 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 
-from lightning_autoparallel.capture.batch import describe_batch, flatten_batch
+from lightning_autoparallel.capture import describe_batch, flatten_batch
 from lightning_autoparallel.cli.bench.records import Kind
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 
 
 @dataclass(frozen=True, kw_only=True)

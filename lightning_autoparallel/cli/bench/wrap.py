@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import MethodType
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from lightning_autoparallel.lightning_compat import LightningModule
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)

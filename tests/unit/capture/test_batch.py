@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_autoparallel.capture import describe_batch, flatten_batch
-from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.capture import check_rows, describe_batch, flatten_batch, ragged_part
+from lightning_autoparallel.errors import CaptureError, ConfigError
 
 
 class Point(NamedTuple):
@@ -154,3 +154,80 @@ def test_a_batch_that_is_a_tensor():
     (leaf,) = describe_batch(flatten_batch(torch.zeros(2, 5))[0]).leaves
     assert (leaf.path, leaf.shape, leaf.batched) == ("", (2, 5), True)
     assert isinstance(flatten_batch(torch.zeros(2))[1]([torch.ones(2)]), Tensor)
+
+
+class Pair:
+    """An own class, as data sets make them; knows where it came from."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.nested, self.source = x, {"y": y}, self
+
+    def to(self, device: Any) -> Pair:
+        return Pair(self.x.to(device), self.nested["y"].to(device))
+
+
+class Frozen:
+    __slots__ = ("name", "x")
+
+    def __init__(self, x: Any) -> None:
+        object.__setattr__(self, "x", x)
+        object.__setattr__(self, "name", "a")
+
+    def __setattr__(self, *_: Any) -> None:
+        raise AttributeError("frozen")
+
+
+@dataclass
+class Derived:
+    x: Any
+    twice: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = self.x * 2
+
+
+OBJECTS = [
+    (Pair(torch.ones(2), torch.zeros(2)), ["x", "nested.y", "source"]),
+    (Frozen(torch.ones(2)), ["name", "x"]),
+    (Derived(torch.ones(2)), ["x", "twice"]),
+    (deque([torch.ones(2), 3]), ["0", "1"]),
+    (defaultdict(list, a=torch.ones(2)), ["a"]),
+    (UserDict(a=torch.ones(2)), ["a"]),
+]
+
+
+@pytest.mark.parametrize(("batch", "paths"), OBJECTS, ids=lambda value: type(value).__name__)
+def test_objects_are_their_attributes(batch, paths):
+    leaves, rebuild = flatten_batch(batch)
+    assert [path for path, _ in leaves] == paths
+    made = rebuild([leaf + 1 if isinstance(leaf, Tensor) else leaf for _, leaf in leaves])
+    assert type(made) is type(batch) and made is not batch
+    now = dict(flatten_batch(made)[0])
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            assert torch.equal(now[path], leaf + 1)
+
+
+def test_what_has_no_tensors_is_a_leaf():
+    lost = object()
+    assert flatten_batch([lost, Pair(1, 2)])[0][0] == ("0", lost)
+    assert len(flatten_batch([Pair(1, 2)])[0]) == 1
+
+
+def test_ragged_parts_are_found():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert ragged_part({"a": [packed]}) == "PackedSequence"
+    assert ragged_part([Pair(torch.ones(2).to_sparse(), 1)]) == "torch.sparse_coo tensor"
+    assert ragged_part([Pair(torch.ones(2), 1), "text", None]) is None
+
+
+X, Y, TIME = torch.ones(8, 5), torch.ones(8), torch.ones(5, 8, 2)
+
+
+def test_the_loaders_rows_are_in_dim_0():
+    assert check_rows([("x", X), ("y", Y)], 8) is None
+    assert check_rows([("x", TIME), ("y", Y)], None) is None
+    with pytest.raises(CaptureError, match=r"batch leaf 'x' has shape \[5, 8, 2\].*its dim 1 is the batch"):
+        check_rows([("x", TIME), ("y", Y)], 8)
+    said = check_rows([("x", TIME)], 8)
+    assert said is not None and "batch_dims={'x': null}" in said

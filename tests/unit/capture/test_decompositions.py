@@ -192,3 +192,51 @@ def test_group_norm():
     _, average, invstd = aten.native_group_norm.default(x, weight, bias, 4, 6, 5, 2, 1e-5)
     args = (torch.randn(4, 6, 5), x, average, invstd, weight, 4, 6, 5, 2, [True, True, True])
     compare(aten.native_group_norm_backward.default, *args)
+
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("op", [aten.native_batch_norm.default, aten._native_batch_norm_legit.default], ids=str)
+def test_batch_norm_of_half_numbers(op, dtype):
+    """Statistics and parameters in float32, the result in half, as in mixed precision."""
+    x = (torch.randn(64, 3, 4) + 10).to(dtype)
+    affine, running = (torch.rand(3), torch.rand(3)), (torch.zeros(3), torch.ones(3))
+    ours, theirs = [], []
+    for function, kept in ((TABLE[op], ours), (op, theirs)):
+        statistics = [tensor.clone() for tensor in running]
+        kept += [*function(x, *affine, *statistics, True, 0.5, 1e-5), *statistics]
+    assert [tensor.dtype for tensor in ours] == [dtype, *[torch.float32] * 4]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2 if one.dtype == dtype else 1e-4, atol=1e-3)
+    args = (torch.randn(64, 3, 4).to(dtype), x, affine[0], *running, *ours[1:3], True, 1e-5, [True] * 3)
+    gradients = TABLE[aten.native_batch_norm_backward.default](*args)
+    assert [tensor.dtype for tensor in gradients] == [dtype, torch.float32, torch.float32]
+    whole = aten.native_batch_norm_backward.default(*(t.float() if isinstance(t, Tensor) else t for t in args))
+    for one, other in zip(gradients, whole, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_group_norm_of_half_numbers(dtype):
+    x, weight, bias = (torch.randn(4, 6, 5) + 10).to(dtype), torch.randn(6), torch.randn(6)
+    ours = TABLE[aten.native_group_norm.default](x, weight, bias, 4, 6, 5, 2, 1e-5)
+    theirs = aten.native_group_norm.default(x.float(), weight, bias, 4, 6, 5, 2, 1e-5)
+    assert [tensor.dtype for tensor in ours] == [dtype, torch.float32, torch.float32]
+    torch.testing.assert_close(ours[0].float(), theirs[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(list(ours[1:]), list(theirs[1:]), rtol=1e-4, atol=1e-5)
+    grad = torch.randn(4, 6, 5).to(dtype)
+    backward = aten.native_group_norm_backward.default
+    gradients = TABLE[backward](grad, x, *ours[1:], weight, 4, 6, 5, 2, [True] * 3)
+    assert [tensor.dtype for tensor in gradients] == [dtype, torch.float32, torch.float32]
+    whole = backward(grad.float(), x.float(), *theirs[1:], weight, 4, 6, 5, 2, [True] * 3)
+    for one, other in zip(gradients, whole, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2)
+
+
+def test_sums_of_half_numbers_do_not_overflow():
+    ones = torch.ones(100_000).half()
+    compare(aten.mean.default, ones)
+    compare(aten.mean.dim, ones, [0])
+    compare(aten.var_mean.correction, torch.randn(100_000).half() * 10, [0])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autoparallel.capture.effects import NoEffects, undone_afterwards
+from lightning_autoparallel.errors import CaptureError
+from tests.unit._graphs import captured
 
 
 class Stateful(nn.Module):
@@ -60,3 +64,45 @@ def test_a_pure_step_changes_nothing():
     with undone_afterwards(Stateful()), NoEffects().recording():
         torch.ones(2).sum()
     assert NoEffects().tensors() == []
+
+
+class Frozen(OrderedDict):
+    """A configuration that refuses changes, and copies too."""
+
+    def refuse(self, *_):
+        raise TypeError("frozen")
+
+    __delitem__ = clear = update = copy = pop = refuse
+
+
+class WithFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.config = nn.Linear(4, 4), Frozen(width=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * self.config["width"]
+
+
+def test_containers_that_refuse_changes_are_left_alone():
+    module = WithFrozen()
+    captured(module, torch.ones(2, 4))
+    assert module.config == {"width": 4}
+
+
+class Reorders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), OrderedDict(b=1, a=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.move_to_end("b")
+        return self.linear(x).sum()
+
+
+def test_an_ordered_dict_that_a_refused_step_changed_has_its_order_again():
+    module = Reorders()
+    with pytest.raises(CaptureError, match=r"self\.seen"):
+        captured(module, torch.ones(2, 4))
+    assert list(module.seen.items()) == [("b", 1), ("a", 2)]
+    assert module.seen.popitem() == ("a", 2) and list(module.seen) == ["b"]

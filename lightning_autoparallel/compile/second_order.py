@@ -1,0 +1,94 @@
+"""Gradients that are to be differentiated again: the module runs once more as it is, on whole parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.errors import CaptureError
+
+Again = Callable[[Sequence[Tensor]], list[Tensor]]  # the graph's inputs, whole -> its results, recorded by autograd
+
+
+def gradients_again(
+    again: Again,
+    axes: Sequence[PlanAxis],
+    inputs: Sequence[Tensor],
+    differentiable: Sequence[int],
+    tangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of ``inputs``, recorded by autograd but for those of parameters; None where there is none.
+
+    What is differentiated again reaches parameters through their gathers, as the mean over the batch shards.
+    """
+    with torch.enable_grad():
+        # As views: one tensor may be given twice, and what is done to gradients of the whole is not done to these.
+        whole = [_whole(tensor, axes).view_as(tensor) for tensor in inputs]
+        results = again(whole)
+        pairs = [(results[i], tangents[i]) for i in differentiable if tangents[i] is not None]
+        wanted = [tensor for tensor in whole if tensor.requires_grad]
+        found = torch.autograd.grad(
+            [result for result, _ in pairs],
+            wanted,
+            [tangent for _, tangent in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+    by_tensor = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=True)}
+    return [
+        _reduced(by_tensor.get(id(one)), tensor, axes) if isinstance(tensor, DTensor) else by_tensor.get(id(one))
+        for one, tensor in zip(whole, inputs, strict=True)
+    ]
+
+
+def _whole(parameter: Tensor, axes: Sequence[PlanAxis]) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    whole = parameter.full_tensor(grad_placements=_own(parameter, axes))
+    shards = _shards(axes)
+    if whole.requires_grad and shards > 1:
+        whole.register_hook(lambda gradient: gradient / shards)
+    return whole
+
+
+def _reduced(gradient: Tensor | None, parameter: DTensor, axes: Sequence[PlanAxis]) -> Tensor | None:
+    """The mean over the batch shards where the parameter lies."""
+    if gradient is None:
+        return None
+    with torch.no_grad():
+        own = DTensor.from_local(gradient / _shards(axes), parameter.device_mesh, _own(parameter, axes))
+        reduced = own.redistribute(placements=parameter.placements)
+    return _Once.apply(reduced, gradient)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _own(parameter: DTensor, axes: Sequence[PlanAxis]) -> tuple[Placement, ...]:
+    """The placements of a gradient that each rank has computed from its rows; single processes have no axes."""
+    if not axes:
+        return (Replicate(),) * parameter.device_mesh.ndim
+    return tuple(Partial() if axis.shards_batch else Replicate() for axis in axes)
+
+
+def _shards(axes: Sequence[PlanAxis]) -> int:
+    return math.prod(axis.size for axis in axes if axis.shards_batch)
+
+
+class _Once(torch.autograd.Function):
+    """``value``, which is said to come from ``source`` and cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise CaptureError(
+            "the gradient of a parameter of a captured module is differentiated again, which only gradients of its "
+            "arguments can be: leave the module uncaptured"
+        )

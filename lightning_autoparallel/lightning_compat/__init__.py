@@ -1,0 +1,111 @@
+"""The one door to Lightning: the names that the package uses, from the flavour that this process trains with.
+
+Type checkers see those of ``lightning.pytorch``; ``pytorch_lightning`` has the same. What Lightning keeps private has a
+public name here. The command line is in ``lightning_compat.cli``.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_autoparallel.lightning_compat.flavour import (
+    A_TRAINER,
+    FLAVOUR,
+    OTHER_FLAVOUR,
+    UNIFIED,
+    check_flavour,
+    mixed_flavours,
+    refuse_other_flavour,
+)
+
+if TYPE_CHECKING or FLAVOUR == UNIFIED:
+    from lightning import __version__ as LIGHTNING_VERSION
+    from lightning.fabric.utilities import distributed
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        ParallelStrategy,
+        Strategy,
+        StrategyRegistry,
+    )
+    from lightning.pytorch.strategies.launchers.subprocess_script import (
+        _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    )
+    from lightning.pytorch.trainer.connectors import data_connector
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+else:
+    from lightning_fabric.utilities import distributed
+    from lightning_fabric.utilities.seed import reset_seed
+    from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning import __version__ as LIGHTNING_VERSION
+    from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.core.optimizer import LightningOptimizer
+    from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
+    from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from pytorch_lightning.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        ParallelStrategy,
+        Strategy,
+        StrategyRegistry,
+    )
+    from pytorch_lightning.strategies.launchers.subprocess_script import (
+        _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    )
+    from pytorch_lightning.trainer.connectors import data_connector
+    from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+    from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+
+all_gather_if_available = distributed._all_gather_ddp_if_available
+default_process_group_backend = distributed._get_default_process_group_backend_for_device
+distributed_is_initialized = distributed._distributed_is_initialized
+init_process_group = distributed._init_dist_connection
+sync_if_available = distributed._sync_ddp_if_available
+
+__all__ = [
+    "A_TRAINER",
+    "FLAVOUR",
+    "LIGHTNING_VERSION",
+    "OTHER_FLAVOUR",
+    "Callback",
+    "ClusterEnvironment",
+    "DDPStrategy",
+    "HalfPrecision",
+    "LightningDataModule",
+    "LightningEnvironment",
+    "LightningModule",
+    "LightningOptimizer",
+    "MixedPrecision",
+    "ModelParallelStrategy",
+    "OptimizerLRSchedulerConfig",
+    "ParallelStrategy",
+    "Precision",
+    "Strategy",
+    "StrategyRegistry",
+    "SubprocessScriptLauncher",
+    "Trainer",
+    "TrainerFn",
+    "all_gather_if_available",
+    "check_flavour",
+    "data_connector",
+    "default_process_group_backend",
+    "distributed_is_initialized",
+    "init_process_group",
+    "is_param_in_hook_signature",
+    "mixed_flavours",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "refuse_other_flavour",
+    "reset_seed",
+    "sync_if_available",
+]

@@ -1,0 +1,124 @@
+"""Steps whose Python runs at every step: what its modules compute is captured, call by call.
+
+A module that is called is captured with everything inside of it. Where that fails its own code runs as it is, with
+whole parameters, and the modules that it calls are captured instead, down to those that call none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_autoparallel.errors import (
+    CaptureError,
+    ConfigError,
+    RanksDifferError,
+    TooManyCapturesError,
+    UnsupportedOpError,
+    did_you_mean,
+)
+from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
+from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
+from lightning_autoparallel.torch_compat.module_calls import Original, intercepted_calls
+
+# What says that one call cannot be captured; other errors are the user's to mend.
+NOT_CAPTURED = (CaptureError, UnsupportedOpError)
+
+
+class CallHost(Protocol):
+    """Who runs the step: makes captured calls of its modules, and replays what they did besides computing."""
+
+    def module_call(self, path: str, module: nn.Module) -> StepCall:
+        """The call of the submodule at ``path``, as the engine captures it."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Numbers of the step that runs, by name."""
+
+    def replay(self, result: StepResult) -> None:
+        """Make the recorded effects happen."""
+
+    def warn(self, message: str) -> None:
+        """Tell the user."""
+
+
+class ModuleCalls:
+    """Runs the calls of one module's submodules through its engine, while ``running``.
+
+    Args:
+        names: paths of the submodules that are captured; all of them, outermost first, where None.
+
+    Raises:
+        ConfigError: a name is no submodule's.
+    """
+
+    def __init__(self, engine: StepEngine, host: CallHost, names: Sequence[str] | None = None) -> None:
+        self._engine, self._host, self._names = engine, host, names
+        self._paths = _captured_paths(engine.module, names)
+        self._eager: set[str] = set()  # modules whose own code runs, and may call captured ones
+        self._never: set[str] = set()  # those that call none either
+        self._inside = False
+        self.parameters = WholeParameters(engine.context.mesh)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the step, and around its backward, which may call modules again."""
+        with self.parameters, intercepted_calls(self._call):
+            yield
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, every module's own code runs."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _call(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self._paths.get(id(module))
+        if self._inside or known is None or known[0] in self._eager:
+            return original(module, *args, **kwargs)
+        path = known[0]
+        if path in self._never:
+            return self._run_eagerly(original, module, args, kwargs)
+        try:
+            with self.eager(), self.parameters.paused():
+                call = self._host.module_call(path, module)
+                result = self._engine.execute(call, (args, kwargs), self._host.counters())
+        except RanksDifferError as difference:
+            self._host.warn(f"{self._shown(path)} runs uncaptured where {difference}")
+            return self._run_eagerly(original, module, args, kwargs)
+        except TooManyCapturesError as error:
+            # Its parts would meet as many kinds of arguments.
+            self._never.add(path)
+            self._host.warn(f"{self._shown(path)} and what it calls run uncaptured from here on: {error}")
+            return self._run_eagerly(original, module, args, kwargs)
+        except NOT_CAPTURED as error:
+            self._eager.add(path)
+            shown = f"{self._shown(path)} ({type(module).__name__})"
+            self._host.warn(f"{shown} is not captured, its own code runs at every step: {error}")
+            return original(module, *args, **kwargs)
+        self._host.replay(result)
+        return result.output
+
+    def _run_eagerly(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.eager():
+            return original(module, *args, **kwargs)
+
+    def _shown(self, path: str) -> str:
+        return f"module '{path}'" if path else type(self._engine.module).__name__
+
+
+def _captured_paths(root: nn.Module, names: Sequence[str] | None) -> dict[int, tuple[str, nn.Module]]:
+    """Paths of the modules whose calls are captured, by identity; the modules are kept, so that no id is used again."""
+    modules = dict(root.named_modules())
+    for name in names or ():
+        if name not in modules:
+            raise ConfigError(f"capture names '{name}', which is no submodule{did_you_mean(name, modules)}")
+    wanted = modules if names is None else {name: modules[name] for name in names}
+    return {
+        id(module): (path, module) for path, module in wanted.items() if next(module.parameters(), None) is not None
+    }

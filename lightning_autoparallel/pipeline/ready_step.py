@@ -1,0 +1,97 @@
+"""One run of a captured step: what goes into its graph, and what is made of what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
+from lightning_autoparallel.compile import run_step
+from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
+from lightning_autoparallel.pipeline.results import take_apart, with_statics
+from lightning_autoparallel.pipeline.step_calls import Around, StepCall, StepResult, Variant, static_leaves
+from lightning_autoparallel.torch_compat.tree import tree_unflatten
+
+if TYPE_CHECKING:
+    from lightning_autoparallel.pipeline.engine import StepEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyStep:
+    """A captured step and the batch that it will run on; ``counters`` are the numbers that the caller knows."""
+
+    engine: StepEngine
+    call: StepCall
+    variant: Variant
+    layout: BatchLayout
+    leaves: Sequence[tuple[str, Any]]
+    rebuild: Callable[[list[Any]], Any]
+    counters: Mapping[str, int]
+
+    def run(self, around: Around = contextlib.nullcontext) -> StepResult:
+        """Run it inside ``around()``; every rank calls it alike."""
+        state = self.variant.state
+        numbers, found = state.values({**self.counters, **static_leaves(self.leaves)}), state.writes.prepare()
+        parameters, buffers = self._state()
+        inputs = [*parameters, *buffers.values(), *self._given(numbers)]
+        with self.engine.seeded(self.variant.step), around():
+            results = run_step(self.variant.at_this_step(), inputs, self.variant.layouts, self._again())
+        outputs, effects = take_apart(self.variant.step.captured, results, buffers)
+        logged = len(effects) - len(state.writes.tensors)
+        state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)
+        return StepResult(
+            output=self._output(outputs, numbers),
+            effects=self.variant.effects,
+            effect_tensors=tuple(effects[:logged]),
+            effect_whole=_whole_effects(self.variant.step)[:logged],
+            step=self.variant.step,
+            numbers=numbers,
+        )
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [leaf for _, leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def _state(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The parameters that the step reads, and its buffers by name, as they are now."""
+        module = self.engine.module
+        if self.call.local:
+            return state_of(module, self.variant.step.captured)
+        return list(module.parameters()), dict(module.named_buffers())
+
+    def _given(self, numbers: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of the batch, and the numbers that the graph takes."""
+        given = [tensor.contiguous() if self.call.local else tensor for tensor in self._tensors]
+        if self.variant.state.needs_vector:
+            fed = self.variant.state.watcher.numbers(numbers)
+            given.append(torch.tensor(fed, dtype=torch.float64).to(self.engine.device, non_blocking=True))
+        return given
+
+    def _again(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+        """The call as its own code, for gradients of gradients."""
+        if not any(leaf.requires_grad for leaf in self.layout.tensors):
+            return None
+        statics = {i: leaf for i, (_, leaf) in enumerate(self.leaves) if not isinstance(leaf, Tensor)}
+
+        def run(values: list[Tensor]) -> Any:
+            return self.call.run(self.rebuild(with_statics(values, statics)), Watcher(self.counters))
+
+        return runs_again(self.engine.module, self.variant.step.captured, run, self.engine.device)
+
+    def _output(self, outputs: Sequence[Tensor], numbers: Mapping[str, Any]) -> Any:
+        captured = self.variant.step.captured
+        statics = passed_on(captured.static_outputs, self._tensors)
+        made = {i: made_again(leaf, numbers) for i, leaf in statics.items()}
+        return tree_unflatten(with_statics(outputs, made), captured.output_spec)
+
+
+def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
+    sharded = step.partitioned.sharded
+    pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
+    return tuple(all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log")

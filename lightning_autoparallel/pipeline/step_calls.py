@@ -1,0 +1,90 @@
+"""What the engine is asked to run, what it has captured of that, and what a run gives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_autoparallel.apply import ParameterLayout
+from lightning_autoparallel.capture import BatchLayout, StepEffects, StepState, Watcher, leaf_counters
+from lightning_autoparallel.contracts import CompiledStep
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture.
+
+    A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
+    this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
+    ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
+    unknown.
+    """
+
+    name: str
+    run: Callable[[Any, Watcher], Any]
+    effects: Callable[[Watcher], StepEffects]
+    training: bool
+    loss_leaf: Callable[[Any], Tensor] | None = None
+    local: bool = False
+    path: str = ""
+    rows: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one real step gave: its result, and the tensors that its recorded effects replay with.
+
+    ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
+    counters and other numbers that the step found.
+    """
+
+    output: Any
+    effects: StepEffects
+    effect_tensors: tuple[Tensor, ...]
+    effect_whole: tuple[bool, ...]
+    step: CompiledStep
+    numbers: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One captured step: what its graph is, what must be as it was for it to hold, and what happens besides."""
+
+    step: CompiledStep
+    state: StepState
+    effects: StepEffects
+    layouts: tuple[ParameterLayout | None, ...]
+
+    def holds(self, counters: Mapping[str, Any]) -> bool:
+        """Whether it is what the step would be now."""
+        return self.state.holds(self.state.values(counters))
+
+    def at_this_step(self) -> CompiledStep:
+        """The step with the constants that Python finds now."""
+        if not self.state.feeds:
+            return self.step
+        return dataclasses.replace(self.step, constants=self.state.constants(self.step.constants))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedStep:
+    """A captured step that others than the engine run, and what ranks must agree on before they do."""
+
+    call: StepCall
+    layout: BatchLayout
+    index: int
+    module_state: Any
+    step: CompiledStep
+    layouts: tuple[ParameterLayout | None, ...]
+
+
+def static_leaves(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Leaves that are no tensors, by the names that the captured step knows them by."""
+    return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})

@@ -1,0 +1,209 @@
+"""Eager code on parameters that lie in shards: it computes with whole tensors, and changes shards.
+
+What cannot be captured runs as it is written. It meets DTensors where one device has plain tensors, which torch does
+not mix. While ``WholeParameters`` is open, a torch call that computes with a DTensor is given the whole tensor,
+gathered for it; its gradient is the mean over the batch shards, cut as the parameter is. A call that changes a DTensor
+in place changes this rank's shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
+
+# Questions about a tensor, ways to its own memory, and autograd's functions: they are asked of the DTensor itself.
+_OF_THE_TENSOR_ITSELF = {
+    "__get__",
+    "__hash__",
+    "__deepcopy__",
+    "__reduce_ex__",
+    "_is_view",
+    "backward",
+    "data_ptr",
+    "detach",
+    "detach_",
+    "dim",
+    "element_size",
+    "get_device",
+    "grad",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_shared",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "share_memory_",
+    "size",
+    "stride",
+    "untyped_storage",
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_MANY_AT_ONCE = ("_foreach_", "_fused_")  # of optimizers, which know what DTensors are
+# In place and element by element: each rank does its part of them.
+_ELEMENTWISE = {
+    *("add_", "addcdiv_", "addcmul_", "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "fill_", "lerp_", "mul_"),
+    *("neg_", "sub_", "zero_", "__iadd__", "__imul__", "__isub__", "__itruediv__"),
+}
+
+
+class WholeParameters(TorchFunctionMode):
+    """A torch function mode, open while eager code runs; every rank must run the same code.
+
+    A parameter is gathered once between two changes of it. Nothing is done while it is ``paused``.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._paused = False
+        self._wholes: dict[tuple[int, bool], tuple[DTensor, Tensor]] = {}
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """For code that knows what DTensors are, and may change them: optimizers, the engine."""
+        return self._set(True)
+
+    def resumed(self) -> contextlib.AbstractContextManager[None]:
+        """For code of the step that such code calls."""
+        return self._set(False)
+
+    @contextlib.contextmanager
+    def _set(self, paused: bool) -> Iterator[None]:
+        before, self._paused = self._paused, paused
+        try:
+            yield
+        finally:
+            self._paused = before
+            self.forget()
+
+    def forget(self) -> None:
+        """Parameters have changed, or nobody needs them whole any more."""
+        self._wholes.clear()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _OF_THE_TENSOR_ITSELF:
+            return func(*args, **kwargs)
+        if name == "__set__":
+            return self._assign(func, *args)
+        if _changes_first(name) and _has_dtensor(args[:1]):
+            return self._change(func, name, args, kwargs)
+        return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
+
+    def _whole_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if not isinstance(leaf, nn.Parameter):
+            return self._gather(leaf)
+        key = (id(leaf), torch.is_grad_enabled())
+        if key not in self._wholes:
+            self._wholes[key] = (leaf, self._gather(leaf))
+        return self._wholes[key][1]
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return _Whole.apply(tensor, self._mesh)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _assign(self, func: Callable[..., Any], target: Any, value: Any) -> None:
+        """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
+        self.forget()
+        if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            value = _cut_like(value, target)
+        elif isinstance(value, DTensor) and not isinstance(target, DTensor):
+            value = self._whole_of(value)
+        if func == _SET_DATA and isinstance(target, DTensor):
+            # Of a DTensor it would change what autograd sees, and leave the shard as it is.
+            with torch.no_grad():
+                target.detach().copy_(value)
+            return
+        func(target, value)
+
+    def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.forget()
+        if name.startswith(_MANY_AT_ONCE):
+            return func(*args, **kwargs)
+        target: DTensor = args[0]
+        if name in _ELEMENTWISE and all(_fits(leaf, target) for leaf in _tensors((args, kwargs))):
+
+            def cut(leaf: Any) -> Any:
+                is_whole = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
+                return _cut_like(leaf, target) if is_whole else leaf
+
+            return func(*tree_map(cut, args), **tree_map(cut, kwargs))
+        whole = self._gather(target.detach())
+        func(whole, *tree_map(self._whole_of, args[1:]), **tree_map(self._whole_of, kwargs))
+        with torch.no_grad():
+            target.copy_(_cut_like(whole, target))
+        return target
+
+
+class _Whole(torch.autograd.Function):
+    """A DTensor's whole tensor; its gradient is the mean over the batch shards."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, mesh: ParallelMesh) -> Tensor:
+        ctx.mesh, ctx.like = mesh, tensor.detach()
+        whole: Tensor = ctx.like.full_tensor()
+        # A replica's own memory would be changed by whoever changes the result.
+        return whole.clone() if _shares_memory(whole, tensor) else whole
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
+        mesh: ParallelMesh = ctx.mesh
+        mean = gradient.contiguous().clone()
+        if mesh.data_parallel_size > 1:
+            dist.all_reduce(mean, group=mesh.submesh(mesh.data_parallel_axes).get_group())
+            mean /= mesh.data_parallel_size
+        return _cut_like(mean, ctx.like), None
+
+
+def _shares_memory(whole: Tensor, tensor: DTensor) -> bool:
+    return whole.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+
+
+def _cut_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Each rank's part of a tensor that all of them hold; nothing is sent."""
+    local = whole.detach().to(like.device)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _has_dtensor(values: Sequence[Any]) -> bool:
+    return any(
+        isinstance(value, DTensor) or (isinstance(value, (list, tuple)) and _has_dtensor(value)) for value in values
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _fits(tensor: Tensor, target: DTensor) -> bool:
+    """Whether each rank's part of ``target`` meets the same part of ``tensor``."""
+    if isinstance(tensor, DTensor) and tensor.placements != target.placements:
+        return False
+    return tensor.dim() == 0 or tensor.shape == target.shape
+
+
+def _changes_first(name: str) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or (name.startswith("__i") and name in _ELEMENTWISE)

@@ -1,0 +1,96 @@
+"""Steps whose Python runs at every step on this rank's rows, as under DDP; the modules that they call are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_autoparallel.capture import Watcher
+from lightning_autoparallel.errors import OtherRankError
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
+from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
+from lightning_autoparallel.pipeline.buffers import SharedBuffers
+from lightning_autoparallel.pipeline.module_calls import ModuleCalls
+from lightning_autoparallel.strategy.metrics import MetricScopes
+from lightning_autoparallel.strategy.recorder import LightningEffects
+
+PRECISION_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+class ForwardSteps:
+    """Runs one LightningModule's steps as they are written; ``calls`` are the captured calls of its modules."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer,
+        engine: StepEngine,
+        scopes: MetricScopes,
+        names: Sequence[str] | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._module, self._trainer, self._engine, self._scopes = module, trainer, engine, scopes
+        self.warn = warn
+        self._step = "training_step"
+        self._counters: Mapping[str, int] = {}
+        self.calls = ModuleCalls(engine, self, names)
+        self._buffers = SharedBuffers(module, engine.context)
+
+    def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int]) -> Any:
+        """One real step.
+
+        Raises:
+            AutoParallelError: another rank raised, called other modules, or alone skips the batch (None).
+        """
+        self._step, self._counters = name, counters
+        self._scopes.join_rows(self._module)
+        self._buffers.share()
+        plugin = self._trainer.precision_plugin
+        output, error = None, None
+        try:
+            with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
+                output = getattr(self._module, name)(*args)
+        except OtherRankError:
+            raise
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        self._end(name, output, error)
+        return output
+
+    def _end(self, name: str, output: Any, error: Exception | None) -> None:
+        """Ranks end a step together: the backward of those that go on would wait for the others for ever."""
+        skips = name == "training_step" and self._module.automatic_optimization and output is None
+        self._engine.context.control.raise_together(
+            error, f"the end of {name}{', skipping the batch' if skips else ''}"
+        )
+
+    def module_call(self, path: str, module: nn.Module) -> StepCall:
+        """The call of one submodule, captured on this rank's rows."""
+        return StepCall(
+            name=f"{self._step}:{path}",
+            run=lambda batch, watcher: module(*batch[0], **batch[1]),
+            effects=self._effects,
+            training=self._step == "training_step",
+            local=True,
+            path=path,
+        )
+
+    def _effects(self, watcher: Watcher) -> LightningEffects:
+        return LightningEffects(self._module, watcher, self.warn, self._scopes, whole_batch=False)
+
+    def counters(self) -> Mapping[str, int]:
+        """Of the step that runs."""
+        return self._counters
+
+    def replay(self, result: StepResult) -> None:
+        """What modules log, and which metrics they update."""
+        effects = result.effects
+        assert isinstance(effects, LightningEffects)
+        effects.replay(result.effect_tensors, result.effect_whole, self._counters)

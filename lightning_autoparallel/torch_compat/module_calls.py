@@ -1,0 +1,34 @@
+"""Calls of modules, seen by somebody else before they happen; and torch calls that no mode sees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+Original = Callable[..., Any]
+Handler = Callable[[Original, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def intercepted_calls(handle: Handler) -> Iterator[None]:
+    """While open, ``module(*args, **kwargs)`` is ``handle(original, module, args, kwargs)``.
+
+    The class is patched, not the modules: attributes of theirs would be seen by whoever copies, saves or compares them.
+    """
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return handle(original, module, args, kwargs)
+
+    with mock.patch.object(nn.Module, "__call__", call):
+        yield
+
+
+def without_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch functions are called as they are, whatever modes are open."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]

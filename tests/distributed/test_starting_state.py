@@ -1,0 +1,81 @@
+"""Ranks start from one state, rank 0's, whatever each of them made."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
+from tests.worlds import Worlds
+
+
+class UnequalBuffers(Net):
+    """Buffers of several kinds whose values follow the rank; one is changed by the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.norm = nn.BatchNorm1d(6)
+        self.norm.running_mean.fill_(rank)
+        self.register_buffer("scale", torch.full((6,), 1.0 + rank))
+        self.register_buffer("flag", torch.tensor(rank == 0))
+        self.register_buffer("short", torch.full((2, 3), rank, dtype=torch.int16).t())
+        self.register_buffer("empty", torch.empty(0))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = torch.where(self.flag, self.norm(x) * self.scale, 0) + self.short.sum()
+        return self.loss((x, y))
+
+    def extra(self):
+        return {name: buffer.clone() for name, buffer in self.named_buffers()}
+
+
+def test_buffers_are_rank_zeros(worlds: Worlds) -> None:
+    expected = train(UnequalBuffers, None)
+    ranks = worlds(2).run(train, UnequalBuffers, MESH)
+    assert_equals_one_device(ranks, expected)
+    for outcome in ranks:
+        torch.testing.assert_close(outcome.extra, expected.extra)
+
+
+class MadeBefore(Net):
+    """Optimizer and scheduler are made with the module; one parameter is tied, and has a group of its own."""
+
+    made = torch.optim.AdamW
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(6, 10)
+        self.again.weight = self.net[0].weight
+        weight = [self.net[0].weight]
+        others = [p for p in self.parameters() if p is not self.net[0].weight]
+        self.optimizer = self.made([{"params": weight, "lr": 0.03}, {"params": others}], lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def loss(self, batch):
+        return super().loss(batch) + self.again(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return {
+            "optimizer": self.optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"},
+        }
+
+
+class SteppedBefore(MadeBefore):
+    def __init__(self) -> None:
+        super().__init__()
+        super().loss(self.batches()[0]).backward()
+        self.optimizer.step()
+
+
+def test_an_optimizer_made_before_fit_trains(worlds: Worlds) -> None:
+    ranks = worlds(2).run(train, MadeBefore, MESH)
+    assert_equals_one_device(ranks, train(MadeBefore, None))
+
+
+def test_an_optimizer_with_state_is_refused(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, SteppedBefore):
+        assert text.startswith("ConfigError: AdamW has taken steps on parameters that are sharded now")

@@ -1,0 +1,118 @@
+"""Eager code on sharded parameters gives what it gives on plain ones, and its changes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.mesh import build_mesh
+from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
+from tests.worlds import Worlds
+
+Code = Callable[[nn.Module, Tensor], object]
+
+
+def _assigns_data(module, x):
+    module.weight.data = module.weight.data * 0.5 + 1
+
+
+def _blends(module, x):
+    module.weight.data.mul_(0.9).add_(module.other.data, alpha=0.1)
+
+
+def _copies_plain(module, x):
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(15.0).view(5, 3))
+
+
+def _broadcasts(module, x):
+    with torch.no_grad():
+        module.weight *= torch.tensor([1.0, 2.0, 3.0])
+
+
+def _sets_rows(module, x):
+    with torch.no_grad():
+        module.weight[1:3] = 7.0
+
+
+def _renormalises(module, x):
+    with torch.no_grad():
+        module.weight.renorm_(2, 0, 0.5)
+
+
+CHANGES = [_assigns_data, _blends, _copies_plain, _broadcasts, _sets_rows, _renormalises]
+LOSSES: list[Code] = [
+    lambda module, x: F.linear(x, module.weight, module.bias).pow(2).sum(),
+    lambda module, x: sum(p.pow(2).sum() for p in module.parameters()) * x.mean(),
+    lambda module, x: (x @ module.weight.T).sum() + module.weight[0].norm(),
+    lambda module, x: torch.cat([module.weight.flatten(), module.bias]).std() * x[0, 0],
+    lambda module, x: torch.stack([p.detach().norm() for p in module.parameters()]).sum() * module.bias.mean(),
+]
+
+
+def _module() -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.weight, module.other = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
+    module.bias = nn.Parameter(torch.randn(5))
+    return module
+
+
+def _rows(rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def _sharded(world: int, sharded: bool) -> tuple[nn.Module, WholeParameters]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": world}), "cpu")
+    module = _module()
+    for name, parameter in list(module.named_parameters()):
+        placements = [Shard(0) if sharded else Replicate()]
+        setattr(module, name, nn.Parameter(distribute_tensor(parameter.data, mesh.device_mesh, placements)))
+    return module, WholeParameters(mesh)
+
+
+def changed(index: int, sharded: bool) -> Tensor:
+    """The parameter after one change."""
+    module, whole = _sharded(torch.distributed.get_world_size(), sharded)
+    with whole:
+        CHANGES[index](module, _rows(0))
+    assert isinstance(module.weight, DTensor)
+    return module.weight.detach().full_tensor()
+
+
+def gradients(index: int, sharded: bool) -> dict[str, Tensor | None]:
+    """Whole gradients of one loss on this rank's rows; the loss uses what it reads twice."""
+    module, whole = _sharded(torch.distributed.get_world_size(), sharded)
+    with whole:
+        loss = LOSSES[index](module, _rows(torch.distributed.get_rank()))
+        (loss + 0.5 * LOSSES[index](module, _rows(5))).backward()
+    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("index", range(len(CHANGES)), ids=lambda i: CHANGES[i].__name__)
+def test_changes_reach_the_shards(index: int, worlds: Worlds) -> None:
+    expected = _module()
+    CHANGES[index](expected, _rows(0))
+    assert not torch.equal(expected.weight, _module().weight)
+    for sharded in (True, False):
+        for weight in worlds(2).run(changed, index, sharded):
+            torch.testing.assert_close(weight, expected.weight.detach())
+
+
+@pytest.mark.parametrize("index", range(len(LOSSES)))
+def test_gradients_are_the_mean_over_ranks(index: int, worlds: Worlds) -> None:
+    module = _module()
+    for rank in range(2):
+        (0.5 * (LOSSES[index](module, _rows(rank)) + 0.5 * LOSSES[index](module, _rows(5)))).backward()
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for sharded in (True, False):
+        for found in worlds(2).run(gradients, index, sharded):
+            torch.testing.assert_close(found, expected)

@@ -1,0 +1,78 @@
+"""Whose line an error or a node is of."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_autoparallel
+from lightning_autoparallel.capture.sources import is_user_file
+from lightning_autoparallel.errors import CaptureError
+from tests.unit._graphs import captured
+
+SITE = Path(torch.__file__).parents[1]
+STANDARD = Path(contextlib.__file__).parent
+PACKAGE = Path(lightning_autoparallel.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("path", "is_users"),
+    [
+        (SITE / "torch" / "nn" / "functional.py", False),
+        (SITE / "torchmetrics" / "metric.py", False),
+        (SITE / "lightning" / "pytorch" / "trainer.py", False),
+        (SITE / "torchvision" / "models" / "resnet.py", True),
+        (SITE / "torch_geometric" / "nn.py", True),
+        (SITE / "lightning_uq_box" / "model.py", True),
+        (STANDARD / "contextlib.py", False),
+        (STANDARD / "site-packages" / "timm" / "model.py", True),
+        (Path(f"{STANDARD}-project") / "model.py", True),
+        (PACKAGE / "capture" / "step.py", False),
+        (PACKAGE / "models" / "llama3.py", True),
+        (Path(f"{PACKAGE}_recipes") / "model.py", True),
+    ],
+    ids=str,
+)
+def test_whose_file(path: Path, is_users: bool):
+    assert is_user_file(str(path)) == is_users
+
+
+def library(folder: Path) -> object:
+    """A module that reads values, installed in a folder of its own."""
+    path = folder / "site-packages" / "checker" / "checks.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def check(x):\n    assert x.sum() > 0, 'negative'\n")
+    spec = importlib.util.spec_from_file_location("checker.checks", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_librarys_check_is_not_the_users_to_rewrite(tmp_path):
+    checks = library(tmp_path)
+
+    def step(x):
+        checks.check(x)
+        return x.sum()
+
+    with pytest.raises(CaptureError) as caught:
+        captured(nn.Linear(4, 4), torch.ones(2, 4), step)
+    line = inspect.getsourcelines(step)[1] + 1
+    assert "checks.py:2 reads a tensor's value" in str(caught.value)
+    assert f"in checker, called from {Path(__file__).name}:{line}: switch it off" in str(caught.value)
+    assert "torch.where" not in str(caught.value)
+
+
+def test_what_distributions_read_is_theirs():
+    def step(x):
+        return torch.distributions.VonMises(x, x.exp()).sample().sum() * x.sum()
+
+    with pytest.raises(CaptureError, match=r"test_sources.py:\d+ reads a tensor's.*torch.distributions needs them"):
+        captured(nn.Linear(4, 4), torch.ones(2, 4), step)
