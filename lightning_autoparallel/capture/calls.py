@@ -48,13 +48,17 @@ class StepCalls:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """The step runs inside."""
-        before = sys.getprofile()
+        before: Any = sys.getprofile()
         self._seen.clear()
         sys.setprofile(self._event)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            if before is None or callable(before):
+                sys.setprofile(before)
+            else:  # a profiler written in C
+                sys.setprofile(None)
+                before.enable()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any
 
@@ -25,6 +26,8 @@ _MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.
 # Inputs of the graph, or part of what the engine tells variants by.
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
 _OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
+# Python's own, of which a step's results do not depend.
+_NO_STATE = {"logging", "threading", "_thread", "weakref", "typing", "contextvars", "abc", "warnings", "importlib"}
 _STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, np.random.Generator, np.random.RandomState)
 
 
@@ -59,7 +62,7 @@ class StateReads:
         self.written: dict[Any, Written] = {}
         self.changed: dict[int, tuple[ListStandIn | DictStandIn, str]] = {}
         self.tensors: dict[int, tuple[Tensor, Place | None]] = {}
-        self.on = False
+        self.on, self._thread = False, 0
         self._swapped: list[tuple[Place, Any]] = []
         self._number_reads: set[Any] = set()
         self._stand_ins: dict[int, ListStandIn | DictStandIn] = {}
@@ -81,7 +84,7 @@ class StateReads:
     def recording(self) -> Iterator[None]:
         """One run of the step: what it reads and writes is noted, and attributes are put back."""
         self.written, self.changed, self._stand_ins, self._swapped = {}, {}, {}, []
-        self.on = True
+        self.on, self._thread = True, get_ident()
         try:
             yield
         finally:
@@ -147,7 +150,7 @@ class StateReads:
 
     def knows(self, owner: Any) -> bool:
         """Whether an object's attributes are noted now."""
-        return self.on and id(owner) in self._known
+        return self.on and id(owner) in self._known and get_ident() == self._thread
 
     def on_read(self, owner: Any, name: str, original: Callable[[Any, str], Any]) -> Any:
         """The attribute as the step gets it."""
@@ -293,6 +296,8 @@ class StateReads:
             CaptureError: it has a state that nothing tells of.
         """
         if id(value) in self._known or value is MISSING or is_fixed(value):
+            return
+        if type(value).__module__.partition(".")[0] in _NO_STATE:
             return
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (value, None))

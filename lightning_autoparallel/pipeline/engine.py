@@ -344,7 +344,8 @@ class StepEngine:
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
-                reason = f"{reason}: {differences[0]}" if differences else reason
+                guarded = [found for found in differences if found.place is None or found.place.identity not in fed]
+                reason = f"{reason}: {guarded[0]}" if guarded else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return True
         guards = [guard for variant in known for guard in variant.state.watcher.guards]

@@ -108,7 +108,7 @@ class LightningEffects:
                 *self._log_patches(),
                 *self._counter_patches(),
                 *self._output_patches(),
-                *rank_patches(self._watcher),
+                *rank_patches(self._watcher, self._module),
             ):
                 stack.enter_context(patch)
             for metric in outermost_metrics(self._module):
