@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
 _OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
 # Python's own, of which a step's results do not depend.
 _NO_STATE = {"logging", "threading", "_thread", "weakref", "typing", "contextvars", "abc", "warnings", "importlib"}
-_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, np.random.Generator, np.random.RandomState)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, *_GENERATORS)
 
 
 @dataclass(frozen=True, kw_only=True)

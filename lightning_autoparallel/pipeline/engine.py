@@ -31,6 +31,7 @@ from lightning_autoparallel.capture import (
     Watcher,
     check_edges,
     check_rows,
+    check_same_leaves,
     describe_batch,
     describe_call,
     exact_repeats,
@@ -258,7 +259,11 @@ class StepEngine:
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
-            return call.run(rebuild(values), watcher)
+            batch = rebuild(values)
+            output = call.run(batch, watcher)
+            if not call.local:
+                check_same_leaves(call.name, batch, values)
+            return output
 
         parameters, buffers = named_state(self.module, call.path)
         request = StepRequest(

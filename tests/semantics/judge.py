@@ -72,7 +72,7 @@ def refused(kind: type[Case], how: str, outcomes: list[Outcome]) -> None:
 def assert_said(outcome: Outcome) -> None:
     """What left the whole step said so once, with the user's line."""
     left = sum(mode == "forward" for mode in outcome.modes.values())
-    said = [text for text in outcome.warnings if "forward" in text and LINE.search(text)]
+    said = [text for text in outcome.warnings if "runs in forward mode" in text and LINE.search(text)]
     assert (1 if left else 0) <= len(said) <= left, f"{left} steps in forward, said {said}"
 
 
