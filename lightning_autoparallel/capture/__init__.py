@@ -1,6 +1,6 @@
 """Run the step once on fake tensors and record it as one joint graph; see README.md."""
 
-from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_rows, describe_batch
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_rows, describe_batch, row_positions
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
@@ -34,4 +34,5 @@ __all__ = [
     "leaf_counters",
     "made_again",
     "ragged_part",
+    "row_positions",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -92,6 +93,8 @@ def differences(
         oracles.of(modes.get(f"{name}_step", "step"), rank) for name in ("training", "validation", "predict")
     )
     compare = Compare(kind.tolerance or (1e-6 if oracles.world == 1 else 1e-5), kind.rows, rank, oracles.world)
+    if train is not oracles.of("step", rank):
+        train = _from_the_change_on(compare, got, oracles.of("step", rank), train)
     losses = got.losses
     if kind.skips:
         losses = [None if other is None else loss for loss, other in zip(losses, train.losses, strict=False)]
@@ -113,6 +116,24 @@ def differences(
         yield from compare("printed", got.printed, train.printed)
     if kind.warns:
         yield from compare("warned", _said(got, kind.warns), _said(train, kind.warns))
+
+
+def _from_the_change_on(compare: Compare, got: Outcome, before: Outcome, after: Outcome) -> Outcome:
+    """The outcome of a step that was captured whole at first, and ran its own Python from some step on."""
+
+    def spliced(mine: list[Any], early: list[Any], late: list[Any]) -> list[Any]:
+        first = next(
+            (i for i, pair in enumerate(zip(mine, early, strict=False)) if list(compare("", *pair))), len(mine)
+        )
+        return [*early[:first], *late[first:]]
+
+    return dataclasses.replace(
+        after,
+        **{
+            name: spliced(*(getattr(side, name) for side in (got, before, after)))
+            for name in ("losses", "kept", "logged")
+        },
+    )
 
 
 def _said(outcome: Outcome, text: str) -> list[str]:
