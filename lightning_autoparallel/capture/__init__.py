@@ -4,7 +4,7 @@ from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_r
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
-from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part
+from lightning_autoparallel.capture.leaves import check_same_leaves, flatten_batch, ragged_part
 from lightning_autoparallel.capture.modes import ModuleStates
 from lightning_autoparallel.capture.module_calls import describe_call
 from lightning_autoparallel.capture.state import StepState
@@ -26,6 +26,7 @@ __all__ = [
     "capture_step",
     "check_edges",
     "check_rows",
+    "check_same_leaves",
     "describe_batch",
     "describe_call",
     "exact_repeats",

@@ -25,7 +25,10 @@ class Listener(Protocol):
 def can_instrument(cls: type) -> bool:
     """Whether a class lets its attribute access be replaced."""
     flags = cls.__flags__
-    return bool(flags & _HEAP) and not flags & _IMMUTABLE and not issubclass(cls, (type, Tensor, enum.Enum))
+    bound = type(cls).__name__ == "pybind11_type"  # of C++, which keeps what Python would patch
+    return (
+        bool(flags & _HEAP) and not flags & _IMMUTABLE and not bound and not issubclass(cls, (type, Tensor, enum.Enum))
+    )
 
 
 class Instrument:

@@ -130,9 +130,11 @@ class Frozen:
             self.value.clear()
             self.value.update(values) if isinstance(self.value, set) else self.value.extend(values)
         elif isinstance(self.value, dict):
-            dict.clear(self.value)
+            # An OrderedDict keeps a list beside the table, which dict's own methods would leave as it is.
+            kind: type[dict[Any, Any]] = OrderedDict if isinstance(self.value, OrderedDict) else dict
+            kind.clear(self.value)
             for key, value in zip(self.parts or {}, values, strict=True):
-                dict.__setitem__(self.value, key, value)
+                kind.__setitem__(self.value, key, value)
         elif self.array is not None:
             self.value[...] = self.array
 
@@ -178,7 +180,7 @@ class Freezer:
 def contents(value: Any) -> dict[Any, Any] | None:
     """The entries of a container by key or position; None for what is no container."""
     if isinstance(value, dict):
-        parts = dict(dict.items(value))
+        parts = dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
         extra = {} if type(value) in (dict, OrderedDict) else attributes_of(value)
         return parts | {("attribute", name): part for name, part in extra.items()}
     if isinstance(value, (list, tuple)):

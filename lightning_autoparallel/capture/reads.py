@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any
 
@@ -25,7 +27,10 @@ _MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.
 # Inputs of the graph, or part of what the engine tells variants by.
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
 _OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
-_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, np.random.Generator, np.random.RandomState)
+# Python's own, of which a step's results do not depend.
+_NO_STATE = {"logging", "threading", "_thread", "weakref", "typing", "contextvars", "abc", "warnings", "importlib"}
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, *_GENERATORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,7 @@ class StateReads:
         self.written: dict[Any, Written] = {}
         self.changed: dict[int, tuple[ListStandIn | DictStandIn, str]] = {}
         self.tensors: dict[int, tuple[Tensor, Place | None]] = {}
-        self.on = False
+        self.on, self._thread = False, 0
         self._swapped: list[tuple[Place, Any]] = []
         self._number_reads: set[Any] = set()
         self._stand_ins: dict[int, ListStandIn | DictStandIn] = {}
@@ -81,7 +86,7 @@ class StateReads:
     def recording(self) -> Iterator[None]:
         """One run of the step: what it reads and writes is noted, and attributes are put back."""
         self.written, self.changed, self._stand_ins, self._swapped = {}, {}, {}, []
-        self.on = True
+        self.on, self._thread = True, get_ident()
         try:
             yield
         finally:
@@ -147,7 +152,7 @@ class StateReads:
 
     def knows(self, owner: Any) -> bool:
         """Whether an object's attributes are noted now."""
-        return self.on and id(owner) in self._known
+        return self.on and id(owner) in self._known and get_ident() == self._thread
 
     def on_read(self, owner: Any, name: str, original: Callable[[Any, str], Any]) -> Any:
         """The attribute as the step gets it."""
@@ -293,6 +298,8 @@ class StateReads:
             CaptureError: it has a state that nothing tells of.
         """
         if id(value) in self._known or value is MISSING or is_fixed(value):
+            return
+        if type(value).__module__.partition(".")[0] in _NO_STATE:
             return
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (value, None))

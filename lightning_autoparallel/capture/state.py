@@ -29,6 +29,7 @@ from lightning_autoparallel.torch_compat.tracing import is_real
 _IN_PLACE = {
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
 }
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -95,6 +96,11 @@ class StepState:
         """Make one call of torch for the step."""
         if not self.reads.on:  # torch runs a part of the step again, or this is no call of the step's
             return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        if function in _DATA and args[0].requires_grad:
+            raise self.watcher.refuse(
+                f"{user_line()} goes around autograd (.data) to a parameter or what is computed with one: the "
+                "graph would not see what is written there; use torch.no_grad() and copy_"
+            )
         args, kwargs = self._arguments(function, args, kwargs)
         with self.reads.paused(), self._calls.paused():
             result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)

@@ -30,6 +30,7 @@ from lightning_autoparallel.errors import AutoParallelError, CaptureError
 from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
 from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
 from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
+from lightning_autoparallel.torch_compat.mkldnn import mkldnn_off
 from lightning_autoparallel.torch_compat.regions import visible_checkpoint_regions
 from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
@@ -322,8 +323,7 @@ def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
         marked_edges(request.module, request.edges),
         visible_checkpoint_regions(),
         pretend_compiling(),
-        # Its recurrent layers are one operator that keeps what only it can read; torch's own are matrix products.
-        torch.backends.mkldnn.flags(enabled=False),
+        mkldnn_off(),
         unchecked_distributions(unchecked),
         whole_lists_of_constants(),
         torch.set_grad_enabled(request.training),

@@ -31,6 +31,7 @@ from lightning_autoparallel.capture import (
     Watcher,
     check_edges,
     check_rows,
+    check_same_leaves,
     describe_batch,
     describe_call,
     exact_repeats,
@@ -258,7 +259,11 @@ class StepEngine:
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
-            return call.run(rebuild(values), watcher)
+            batch = rebuild(values)
+            output = call.run(batch, watcher)
+            if not call.local:
+                check_same_leaves(call.name, batch, values)
+            return output
 
         parameters, buffers = named_state(self.module, call.path)
         request = StepRequest(
@@ -344,7 +349,8 @@ class StepEngine:
         if count <= limit:
             if count > 1:
                 reason = "another branch" if known else f"a batch of another kind ({layout})"
-                reason = f"{reason}: {differences[0]}" if differences else reason
+                guarded = [found for found in differences if found.place is None or found.place.identity not in fed]
+                reason = f"{reason}: {guarded[0]}" if guarded else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")
             return True
         guards = [guard for variant in known for guard in variant.state.watcher.guards]

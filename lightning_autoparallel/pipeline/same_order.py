@@ -12,6 +12,8 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.plan import first_difference
 
+_SETTING = "the setting "
+
 
 def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> None:
     """Compare the final graphs of all ranks: one small message where they are equal.
@@ -28,7 +30,7 @@ def check_same_start(partitioned: PartitionedGraph, settings: Mapping[str, objec
     Raises:
         PassError: some rank's settings or calls are not those of rank 0; all ranks raise it.
     """
-    lines = [f"the setting {name}\t{name} {value!r}" for name, value in settings.items()]
+    lines = [f"{_SETTING}{name}\t{name} {value!r}" for name, value in settings.items()]
     _check("before the passes", [*lines, *_lines(partitioned)], control)
 
 
@@ -38,9 +40,20 @@ def _check(when: str, lines: list[str], control: ControlGroup) -> None:
         return
     rank, node = difference
     raise PassError(
-        f"{when} rank {rank} differs at {node} from rank 0, so that their collectives would not meet: give all ranks "
-        "the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb, decompose_matmuls, "
-        "activation_checkpointing) and the same torch"
+        f"{when} rank {rank} differs at {node} from rank 0, so that their collectives would not meet: {_cause(node)}"
+    )
+
+
+def _cause(node: str) -> str:
+    same = (
+        "give all ranks the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb, "
+        "decompose_matmuls, activation_checkpointing) and the same torch"
+    )
+    if node.startswith(_SETTING):
+        return same
+    return (
+        f"{same}; where they have that already, a size that a rule cuts may not divide by the ranks of its axis "
+        "(heads, features): try one that does, or 'R' in the rule"
     )
 
 

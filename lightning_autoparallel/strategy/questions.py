@@ -8,14 +8,14 @@ from unittest import mock
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.capture.sources import user_line
-from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 
 _RANKS = ("global_rank", "local_rank")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _TALKS = ("all_gather", "broadcast", "barrier", "reduce", "reduce_boolean_decision")
 
 
-def rank_patches(watcher: Watcher) -> list[Any]:
+def rank_patches(watcher: Watcher, module: LightningModule) -> list[Any]:
     """Patches for the duration of a run of the step; what they stand for refuses the capture."""
     asked: list[tuple[type, str]] = [(LightningModule, name) for name in _RANKS]
     asked += [(Trainer, name) for name in (*_RANKS, "world_size", "num_devices", "node_rank", "is_global_zero")]
@@ -29,10 +29,10 @@ def rank_patches(watcher: Watcher) -> list[Any]:
         )
         for name in _METRICS
     ]
-    for owner in (LightningModule, Strategy):
-        for name in _TALKS:
-            if hasattr(owner, name):
-                patches.append(mock.patch.object(owner, name, _talks(watcher, name)))
+    trainer = getattr(module, "_trainer", None)
+    strategies = [] if trainer is None else type(trainer.strategy).__mro__
+    for owner in (LightningModule, *strategies):
+        patches += [mock.patch.object(owner, name, _talks(watcher, name)) for name in _TALKS if name in vars(owner)]
     return patches
 
 

@@ -19,6 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 _SETTINGS = {
     # The pass that gives random operators kernels of Inductor's own runs before this entry; torch's are kept, which
     # draw what the interpreted graph draws.
@@ -69,6 +72,7 @@ def compile_graph(
         strides = stack.enter_context(TracingContext.report_output_strides())
         with fx_traceback.preserve_node_meta():
             decomposed = make_fx(fx.Interpreter(graph_module).run, decomposition_table=select_decomp_table())(*traced)
+        send_bools_as_bytes(decomposed)
         stack.enter_context(inductor_config.patch(_SETTINGS))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
@@ -83,11 +87,45 @@ def compile_traced(is_inference: bool, is_backward: bool) -> Callable[[fx.GraphM
     """A compiler for graphs that were traced with ``inductor_decompositions``, as AOTAutograd calls it."""
 
     def compile(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        send_bools_as_bytes(graph_module)
         # Graphs that take the mesh of a DTensor as an input cannot be kept in Inductor's cache, which warns at length.
         with inductor_config.patch({**_SETTINGS, "fx_graph_cache": False}):
             return compile_fx_inner(graph_module, examples, is_inference=is_inference, is_backward=is_backward)
 
     return compile
+
+
+def send_bools_as_bytes(graph_module: fx.GraphModule) -> None:
+    """Have gathers of booleans move bytes, in place.
+
+    Inductor promotes what it gathers with the group's size, a number: its gathered booleans would be int64.
+    """
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is not _GATHER or node.args[0].meta["val"].dtype is not torch.bool:
+            continue
+        with graph.inserting_before(node):
+            node.replace_input_with(node.args[0], _converted(graph, node.args[0], torch.uint8))
+        waits = [user for user in node.users if user.target is _WAIT]
+        assert len(waits) == len(node.users), f"{node.format_node()} is read before its wait"
+        for made in (node, *waits):
+            made.meta["val"] = _as_dtype(made.meta["val"], torch.uint8)
+        for wait in waits:
+            with graph.inserting_after(wait):
+                booleans = _converted(graph, wait, torch.bool)
+            wait.replace_all_uses_with(booleans, delete_user_cb=lambda user, own=booleans: user is not own)
+    graph_module.recompile()
+
+
+def _converted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    made = graph.call_function(torch.ops.prims.convert_element_type.default, (node, dtype))
+    made.meta = {**node.meta, "val": _as_dtype(node.meta["val"], dtype)}
+    return made
+
+
+def _as_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    with fake_mode_of(value):
+        return value.to(dtype)
 
 
 def _example(node: fx.Node, input_strides: Mapping[str, tuple[int, ...]]) -> Tensor:

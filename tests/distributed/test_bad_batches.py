@@ -50,6 +50,8 @@ def test_ranks_with_different_numbers_of_rows(kind, worlds: Worlds) -> None:
 class UnevenLengths(Net):
     """Rank 1 pads to another length."""
 
+    strategy: ClassVar = {"capture": "step"}
+
     def loader(self, rank, shards):
         own = [(x.repeat(1, 1 + rank), y) for x, y in super().loader(rank, shards)]
         return DataLoader(own, batch_size=None)
@@ -85,6 +87,7 @@ class Weighted(Net):
 
 class WeightedDifferently(Weighted):
     differ = True
+    strategy: ClassVar = {"capture": "step"}
 
 
 def test_a_leaf_of_another_length_is_replicated(worlds: Worlds) -> None:
@@ -94,7 +97,7 @@ def test_a_leaf_of_another_length_is_replicated(worlds: Worlds) -> None:
 def test_a_replicated_leaf_with_different_values(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, WeightedDifferently, timeout_s=SECONDS):
         assert text.startswith(
-            "ConfigError: batch leaf 'weight' has other values on rank 1 than on rank 0, but its dim 0"
+            "RanksDifferError: batch leaf 'weight' has other values on rank 1 than on rank 0, but its dim 0"
         )
         assert "give all ranks the same values, or set batch_dims={'weight': 0}" in text
 

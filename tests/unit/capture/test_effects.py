@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture.effects import NoEffects, undone_afterwards
+from lightning_autoparallel.errors import CaptureError
 from tests.unit._graphs import captured
 
 
@@ -87,3 +88,21 @@ def test_containers_that_refuse_changes_are_left_alone():
     module = WithFrozen()
     captured(module, torch.ones(2, 4))
     assert module.config == {"width": 4}
+
+
+class Reorders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), OrderedDict(b=1, a=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.move_to_end("b")
+        return self.linear(x).sum()
+
+
+def test_an_ordered_dict_that_a_refused_step_changed_has_its_order_again():
+    module = Reorders()
+    with pytest.raises(CaptureError, match=r"self\.seen"):
+        captured(module, torch.ones(2, 4))
+    assert list(module.seen.items()) == [("b", 1), ("a", 2)]
+    assert module.seen.popitem() == ("a", 2) and list(module.seen) == ["b"]

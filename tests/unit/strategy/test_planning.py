@@ -121,12 +121,12 @@ def test_saved_bytes_are_told_by_module():
 
 
 class Sized(Net):
-    def training_step(self, batch, batch_idx):
+    def configure_optimizers(self):
         assert (self.trainer.world_size, self.trainer.num_nodes, self.trainer.global_rank) == (16, 4, 0)
-        return super().training_step(batch, batch_idx)
+        return super().configure_optimizers()
 
 
-def test_the_step_sees_the_world_it_is_planned_for():
+def test_hooks_see_the_world_that_is_planned_for():
     planned(Sized(), world_size=16, ranks_per_node=4)
 
 
