@@ -112,7 +112,7 @@ class Case(LightningModule):
 
     # -- what the runner asks ----------------------------------------------------------------------------------------
 
-    def options(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of the Trainer; override it for those that belong to one run."""
         return dict(self.trainer_options)
 

@@ -185,7 +185,7 @@ def make_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": tempfile.gettempdir(),
         **({} if strategy is None else {"strategy": strategy}),
-        **module.options(),
+        **module.arguments(),
     }
     return Trainer(
         accelerator="cpu",

@@ -42,7 +42,7 @@ class Rank(Case):
     """Each rank weighs its rows by its number."""
 
     pair = True
-    modes = FORWARD
+    modes, oracle = FORWARD, "ddp"
     refusal = "rank"
 
     def training_step(self, batch, batch_idx):
@@ -50,7 +50,7 @@ class Rank(Case):
 
 
 class RankByTorch(Case):
-    modes = FORWARD
+    modes, oracle = FORWARD, "ddp"
     refusal = "rank"
 
     def training_step(self, batch, batch_idx):
@@ -182,7 +182,7 @@ class StrategysBarrier(Case):
 class RankInBatch(Case):
     """The collator tells rows of one rank from those of another."""
 
-    modes = FORWARD
+    modes, oracle = FORWARD, "ddp"
     refusal = "other values on rank"
 
     def local(self, batch, rank, shards):
