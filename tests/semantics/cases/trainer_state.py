@@ -112,7 +112,7 @@ class CallbackMetrics(_Validated):
         return self.loss(batch) if last is None else self.loss(batch) * last
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 class CallbackMetricsOfNumber(Case):
