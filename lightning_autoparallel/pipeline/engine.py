@@ -311,14 +311,14 @@ class StepEngine:
                 f"the batch of {call.name} holds a {ragged}, whose tensors have no common dim for rows: it cannot "
                 "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
             )
-        positions = None if self.batch_dims is not None else row_positions(leaves)
-        if positions is not None:
-            raise CaptureError(f"{call.name}: {positions}")
         # Later kinds of batches may be what is left at an epoch's end.
         known = self.batch_dims is not None or call.name in self._captures
         doubt = None if known else check_rows(leaves, call.rows)
         if doubt is not None:
             self.context.warn_once(doubt)
+        positions = None if self.batch_dims is not None else row_positions(leaves)
+        if positions is not None:
+            raise CaptureError(f"{call.name}: {positions}")
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""

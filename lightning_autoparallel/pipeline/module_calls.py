@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_autoparallel.errors import (
+    BrokenGraphError,
     CaptureError,
     ConfigError,
-    PassError,
     RanksDifferError,
     TooManyCapturesError,
     UnsupportedOpError,
@@ -27,7 +27,7 @@ from lightning_autoparallel.torch_compat.interception import Original, intercept
 
 # What says that one call cannot be captured; other errors are the user's to mend. A pass that leaves a broken graph is
 # at fault itself: training goes on without it, and the warning names it.
-NOT_CAPTURED = (CaptureError, UnsupportedOpError, PassError)
+NOT_CAPTURED = (BrokenGraphError, CaptureError, UnsupportedOpError)
 
 
 class CallHost(Protocol):
