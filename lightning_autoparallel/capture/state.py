@@ -184,6 +184,7 @@ class StepState:
 
     def finish(self, constants: Sequence[Tensor]) -> None:
         """The step is captured; ``constants`` are what its graph took from outside."""
+        self.reads.see_hooks_as_they_are()
         guarded = []
         for tensor, place in self.reads.tensors.values():
             positions = [i for i, constant in enumerate(constants) if constant is tensor]
