@@ -46,6 +46,10 @@ class PassError(AutoParallelError):
     """A graph pass was asked for by an unknown name, or left a graph that does not lint."""
 
 
+class BrokenGraphError(PassError):
+    """A graph pass left a graph that does not lint: the pass is at fault."""
+
+
 class CheckpointError(AutoParallelError):
     """A checkpoint is missing, unreadable, or does not match the model or the mesh."""
 

@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.calls import StepCalls
 from lightning_autoparallel.capture.guards import Difference, StateGuards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
@@ -21,6 +20,7 @@ from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn, without_stand_ins
+from lightning_autoparallel.capture.user_code import StepCalls
 from lightning_autoparallel.capture.watch import NeedsNumbers, Watcher, math_functions, symbolic
 from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError

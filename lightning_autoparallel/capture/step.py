@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.blocks import RepeatedBlocks
+from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
-from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
@@ -109,6 +109,7 @@ class _Step(nn.Module):
         self.static_outputs: dict[int, Any] = {}
         self.results = 0
         self.shapes: list[tuple[int, ...]] = []
+        self.batch_dims: list[int | None] = []
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
@@ -275,7 +276,6 @@ def _capture(request: StepRequest) -> CapturedGraph:
     assert export is not None
     if not request.local:
         _check_outputs(request, export, step.state)
-    batch_dims = _batch_dims(request, step)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
     if request.local:
@@ -285,7 +285,7 @@ def _capture(request: StepRequest) -> CapturedGraph:
         name=request.name,
         graph_module=graph_module,
         inputs=inputs,
-        outputs=_outputs(export, step, inputs, batch_dims),
+        outputs=_outputs(export, step, inputs, step.batch_dims),
         output_spec=step.output_spec,  # type: ignore[arg-type]
         static_outputs=dict(step.static_outputs),
         constants=constants,
@@ -300,7 +300,9 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
     blocks = RepeatedBlocks(request.module, groups, lambda: request.effects.count() + step.state.count())
     decompositions = planning_decompositions()
     with step.state.watching(), fake_tracing(), _explained(request), contextlib.ExitStack() as stack:
-        arguments = _fake_arguments(request)  # outside of what notices constants: they are none
+        # Outside of what notices constants: they are none.
+        arguments = _fake_arguments(request)
+        twice = _fake_arguments(request, 2) if request.batch_shards > 1 else ()
         stack.enter_context(_step_contexts(request, step.state))
         if groups:
             blocks.make_templates(lambda: step(*arguments), decompositions)
@@ -309,6 +311,7 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
                 export = export_joint(step, arguments, decompositions)
         except UnrepeatableBackwardError:
             return None
+        step.batch_dims = _batch_dims(request, step, arguments, twice)
     blocks.expand(export.graph_module)
     for paths in blocks.traced_once:
         step.state.reads.mirror(paths)
@@ -381,24 +384,20 @@ def _remedy(place: Place | None, own: str) -> str:
     )
 
 
-def _batch_dims(request: StepRequest, step: _Step) -> list[int | None]:
+def _batch_dims(
+    request: StepRequest, step: _Step, arguments: tuple[Tensor, ...], twice: tuple[Tensor, ...]
+) -> list[int | None]:
     """The batch's dim in each flat result of the step; nothing to know where the batch is not divided."""
     if request.batch_shards == 1:
         return [None] * len(step.shapes)
     lengths = {leaf.global_shape(request.batch_shards)[0] for leaf in request.layout.tensors if leaf.batched}
 
-    def shapes(times: int) -> Shapes:
-        with step.state.watching(), fake_tracing(), contextlib.ExitStack() as stack:
-            arguments = _fake_arguments(request, times)
-            stack.enter_context(_step_contexts(request, step.state))
-            step(*arguments)
-        return step.shapes
-
     def of_twice_the_rows() -> Shapes:
         try:
-            return shapes(2)
+            step(*twice)
+            return step.shapes
         finally:
-            shapes(1)  # what the step recorded is again that of its own batch
+            step(*arguments)  # what the step recorded is again that of its own batch
 
     return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows)
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.contracts import PassReport
-from lightning_autoparallel.errors import PassError
+from lightning_autoparallel.errors import BrokenGraphError, PassError
 from lightning_autoparallel.fx.nodes import count_collectives
 
 
@@ -72,7 +72,7 @@ def _run_one(
     try:
         graph.lint()
     except RuntimeError as error:
-        raise PassError(f"pass {graph_pass.name} left a broken graph of {graph_name}: {error}") from error
+        raise BrokenGraphError(f"pass {graph_pass.name} left a broken graph of {graph_name}: {error}") from error
     artifacts.graph(f"{graph_name}/{graph_pass.name}.after", graph_module)
     return PassReport(
         name=graph_pass.name,

@@ -37,6 +37,7 @@ from lightning_autoparallel.capture import (
     exact_repeats,
     flatten_batch,
     ragged_part,
+    row_positions,
 )
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError, TooManyCapturesError
@@ -315,6 +316,9 @@ class StepEngine:
         doubt = None if known else check_rows(leaves, call.rows)
         if doubt is not None:
             self.context.warn_once(doubt)
+        positions = None if self.batch_dims is not None else row_positions(leaves)
+        if positions is not None:
+            raise CaptureError(f"{call.name}: {positions}")
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""

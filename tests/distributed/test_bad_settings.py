@@ -163,7 +163,7 @@ def wish_of_rank_0(node: NodeInfo) -> str:
 def test_a_checkpoint_function_that_fails_on_one_rank_stops_all(worlds: Worlds) -> None:
     values = [wish_of_rank_0] * 2
     (first, _), (second, _) = worlds(2).run(failure_of_settings, "activation_checkpointing", values)
-    assert first.startswith("CaptureError: rank 1 stopped: activation_checkpointing: the function gave 'perhaps'")
+    assert first.startswith("ConfigError: rank 1 stopped: activation_checkpointing: the function gave 'perhaps'")
     assert second.startswith("ConfigError: activation_checkpointing: the function gave 'perhaps'")
 
 

@@ -33,7 +33,7 @@ PLAIN, DDP = "plain", "ddp"
 class Outcome:
     """What one process saw of a training.
 
-    `error` is one of ours that ended it; `mode_at` says how each training step ran: a later one may leave the whole step.
+    `error` is one of ours that ended it; `mode_at` says how each training step ran.
     """
 
     losses: list[float | None] = field(default_factory=list)

@@ -103,7 +103,7 @@ class IsLastBatch(Case):
 
 
 class CallbackMetrics(_Validated):
-    """The last validation's loss weighs the next epoch's."""
+    """The last validation's loss, of all ranks, weighs the next epoch's."""
 
     pair, epochs = True, 3
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_autoparallel.capture.places import Place
+from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import is_user_file, user_line
 
@@ -44,6 +44,7 @@ class StepCalls:
     def __init__(self, reads: StateReads) -> None:
         self._reads = reads
         self._seen: set[CodeType] = set()
+        self._cells: list[tuple[str, Any, Any]] = []
         self._asks = _questions()
         self._clocks = {id(function): f"{function.__module__}.{function.__name__}" for function in _clocks()}
         self._opens = {id(builtins.open), id(io.open), id(os.open)}
@@ -53,6 +54,7 @@ class StepCalls:
         """The step runs inside."""
         before: Any = sys.getprofile()
         self._seen.clear()
+        self._cells.clear()
         sys.setprofile(self._event)
         try:
             yield
@@ -62,6 +64,20 @@ class StepCalls:
             else:  # a profiler written in C
                 sys.setprofile(None)
                 before.enable()
+            changed = self._restore_cells()
+        if changed is not None:
+            raise self._reads.watcher.refuse(
+                f"the step writes {changed} (nonlocal), which would happen at capture only"
+            )
+
+    def _restore_cells(self) -> str | None:
+        """Give variables of closures that the run assigned their values again; the name of the first one."""
+        found = None
+        for name, cell, value in self._cells:
+            if not _same_cell(cell, value):
+                found = found or name
+                cell.cell_contents = value
+        return found
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,7 +127,10 @@ class StepCalls:
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = Place("cell", cell, None, f"{name} (of a closure)")
-            self._note(place, place.read())
+            value = place.read()
+            if value is not MISSING:
+                self._cells.append((name, cell, value))
+            self._note(place, value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
 
