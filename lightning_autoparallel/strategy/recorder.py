@@ -183,7 +183,8 @@ class LightningEffects:
 
         def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self._check_name(str(list(dictionary)) if isinstance(dictionary, Mapping) else "")
-            note_logged(self._logged_as, real_log_dict, dictionary, (module, dictionary, *args), kwargs)
+            names = dictionary if isinstance(dictionary, Mapping) else ()  # a metric's value has them at real steps
+            note_logged(self._logged_as, real_log_dict, names, (module, dictionary, *args), kwargs)
             kwargs.update(already_global)
             values = (
                 dict(dictionary) if isinstance(dictionary, Mapping) and type(dictionary) is not dict else dictionary

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torchmetrics
@@ -125,6 +127,8 @@ class LogsMetricItself(Net):
 
 
 class MixesRowsAndGlobalValues(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def __init__(self) -> None:
         super().__init__()
         self.mean = torchmetrics.MeanMetric()
@@ -137,6 +141,8 @@ class MixesRowsAndGlobalValues(Net):
 
 
 class ComputesWithTheValue(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def __init__(self) -> None:
         super().__init__()
         self.mean = torchmetrics.MeanMetric()
