@@ -67,6 +67,7 @@ class ModuleCalls:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around the step, and around its backward, which may call modules again."""
+        self.parameters.forget()  # an optimizer may have stepped since, whoever ran it
         with self.parameters, intercepted_calls(self._call):
             yield
 

@@ -124,6 +124,20 @@ def test_a_step_of_any_kind_trains_as_under_ddp(worlds: Worlds) -> None:
     assert "test_forward.py" in said
 
 
+class Uncaptured(Net):
+    """Nothing is captured, so that no captured call comes between two steps."""
+
+    strategy: ClassVar = {"capture": {"forward": []}}
+    epochs = 2
+
+
+def test_what_was_gathered_for_one_step_is_not_used_in_the_next(worlds: Worlds) -> None:
+    found, expected = worlds(2).run(train, Uncaptured, MESH), worlds(2).run(under_ddp, Uncaptured)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.parameters, theirs.parameters)
+
+
 def test_what_capture_may_be() -> None:
     for wrong in ("steps", {"step": ["net"]}, {"forward": "net"}):
         with pytest.raises(ConfigError, match="capture"):
