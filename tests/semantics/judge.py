@@ -108,6 +108,9 @@ def _mixed_differences(kind: type[Case], got: Outcome, oracles: Oracles, rank: i
     step, forward = oracles.of("step", rank), oracles.of("forward", rank)
     by_mode = {"step": step.losses, "forward": forward.losses}
     yield from _losses(kind, got, [by_mode[mode][i] for i, mode in enumerate(got.mode_at)], compare)
+    if kind.remembers and oracles.world > 1:
+        yield from compare("parameters", got.parameters, forward.parameters)
+        return
     found = [list(_all_but_losses(kind, got, [side] * 3, compare, None)) for side in (step, forward)]
     paths = {line.partition(": ")[0] for line in found[0]}
     yield from (line for line in found[1] if line.partition(": ")[0] in paths)
