@@ -24,11 +24,13 @@ from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn, w
 from lightning_autoparallel.capture.watch import NeedsNumbers, Watcher, math_functions, symbolic
 from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.torch_compat.tracing import is_real
+from lightning_autoparallel.torch_compat.tracing import is_real, share_memory
 
 _IN_PLACE = {
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
 }
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA_SETTERS: set[Any] = {Tensor.data.__set__, Tensor.grad.__set__}  # type: ignore[attr-defined, union-attr]
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -50,6 +52,10 @@ class StepState:
         self.writes = StateWrites(self.reads)
         self.feeds: dict[int, Place] = {}  # positions of the graph's constants that real steps read anew
         self._calls = StepCalls(self.reads)
+        self._changed_at: dict[int, str] = {}  # tensors by identity -> the line that changed them in place
+        self.changed_at: dict[int, str] = {}
+        self._data: dict[int, Tensor] = {}  # what `.data` gave, and what shares its memory
+        self.inputs: set[int] = set()  # parameters and buffers of the run, by identity
         self._values_read: set[int] = set()
         self._guards: StateGuards | None = None
 
@@ -81,29 +87,59 @@ class StepState:
         """
         drawn: list[str] = []
         self.watcher.start()
+        self._changed_at.clear()
+        self._data.clear()
         with generators_kept(drawn), self.reads.recording(), self._calls.watching():
             yield
         if self.watcher.refusal is not None:
             raise self.watcher.refusal
         if drawn:
-            raise CaptureError(f"the step draws from {drawn[0]}: every step would get the same numbers")
+            line = self._calls.drew_at if self._calls.drew_at != "?" else self._calls.entered
+            raise CaptureError(f"{line} draws from {drawn[0]}: every step would get the same numbers")
         changed = self.reads.restore_containers()
         if changed is not None:
-            raise CaptureError(f"the step changes {changed} in place, which would happen at capture only")
+            raise CaptureError(
+                f"{self._calls.entered} changes {changed} in place (or what it calls does), which would happen at "
+                "capture only"
+            )
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of torch for the step."""
         if not self.reads.on:  # torch runs a part of the step again, or this is no call of the step's
             return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
         args, kwargs = self._arguments(function, args, kwargs)
+        if args and isinstance(args[0], Tensor):
+            self._changes(function, args)
         with self.reads.paused(), self._calls.paused():
             result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        self._follow_data(function, args, result)
         if args and isinstance(args[0], Tensor) and is_real(args[0]) and id(args[0]) not in self.reads.tensors:
             return result  # a part of what nothing tells of
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(leaf, Tensor) and is_real(leaf):
                 self.reads.tensors.setdefault(id(leaf), (leaf, None))
         return result
+
+    def _changes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """What a call does to its first argument beside computing with it."""
+        name, tensor = str(getattr(function, "__name__", "")), args[0]
+        if function in _DATA_SETTERS or (name == "requires_grad_" and id(tensor) in self.inputs):
+            what = "requires_grad" if "requires_grad" in str(function) else "data or grad"
+            raise self.watcher.refuse(
+                f"{user_line()} sets {what} of a tensor, which a graph cannot: it would happen at capture only"
+            )
+        if writes_in_place(name):
+            self._changed_at[id(tensor)] = user_line()
+            if id(tensor) in self._data:
+                raise self.watcher.refuse(
+                    f"{user_line()} changes a tensor by .data ({name}), which would happen at capture only"
+                )
+
+    def _follow_data(self, function: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        if function is _DATA or (self._data and args and id(args[0]) in self._data):
+            same = function is _DATA or (isinstance(result, Tensor) and share_memory(result, args[0]))
+            if same and isinstance(result, Tensor):
+                self._data[id(result)] = result
 
     def _arguments(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,6 +199,16 @@ class StepState:
     def count(self) -> int:
         """How many numbers the run has fed and places it has written so far."""
         return self.watcher.uses + self.reads.writes()
+
+    def note_changes(self, inputs: Sequence[Tensor]) -> None:
+        """After a run: where it changed which of its ``inputs`` in place, by position."""
+        lines = ((i, self._changed_at.get(id(tensor))) for i, tensor in enumerate(inputs))
+        self.changed_at = {i: line for i, line in lines if line is not None}
+
+    @property
+    def entered(self) -> str:
+        """The line where the last run began."""
+        return self._calls.entered
 
     def check_counting(self) -> None:
         """After a run.

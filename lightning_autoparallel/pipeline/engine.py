@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -258,7 +259,14 @@ class StepEngine:
         effects = call.effects(watcher)
 
         def run(values: list[Any]) -> Any:
-            return call.run(rebuild(values), watcher)
+            batch = rebuild(values)
+            output = call.run(batch, watcher)
+            if not call.local and not same_leaves(batch, values):
+                raise watcher.refuse(
+                    f"{state.entered}: {call.name} changes what its batch holds, which hooks read after it: copy "
+                    "the batch"
+                )
+            return output
 
         parameters, buffers = named_state(self.module, call.path)
         request = StepRequest(
@@ -373,6 +381,12 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+def same_leaves(batch: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a batch consists of these very leaves."""
+    found = [leaf for _, leaf in flatten_batch(batch)[0]]
+    return len(found) == len(leaves) and all(map(is_, found, leaves))
 
 
 def _decides(guard: Guard, variants: int, name: str) -> str:
