@@ -1,12 +1,12 @@
 """Run the step once on fake tensors and record it as one joint graph; see README.md."""
 
-from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_rows, describe_batch
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, check_rows, describe_batch, row_positions
+from lightning_autoparallel.capture.call_layouts import describe_call
 from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
-from lightning_autoparallel.capture.leaves import flatten_batch, ragged_part
+from lightning_autoparallel.capture.leaves import check_same_leaves, flatten_batch, ragged_part
 from lightning_autoparallel.capture.modes import ModuleStates
-from lightning_autoparallel.capture.module_calls import describe_call
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher, exact_repeats
@@ -26,6 +26,7 @@ __all__ = [
     "capture_step",
     "check_edges",
     "check_rows",
+    "check_same_leaves",
     "describe_batch",
     "describe_call",
     "exact_repeats",
@@ -33,4 +34,5 @@ __all__ = [
     "leaf_counters",
     "made_again",
     "ragged_part",
+    "row_positions",
 ]

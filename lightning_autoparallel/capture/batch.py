@@ -87,6 +87,25 @@ def _comparable(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool) or leaf is None else type(leaf).__name__
 
 
+def row_positions(leaves: Sequence[tuple[str, Any]]) -> str | None:
+    """What to say of whole numbers that may be positions of the rank's own rows (edges of a graph), if some are.
+
+    They are of another length than the batch, so that they would be taken for equal on all ranks, and none is as
+    large as the batch is long: in the global batch they would point at the first rank's rows.
+    """
+    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    length = tensors[0][1].shape[0] if tensors else 0
+    for path, leaf in tensors:
+        whole = leaf.dtype in (torch.int32, torch.int64) and leaf.shape[0] != length and leaf.numel() > 0
+        if whole and int(leaf.min()) >= 0 and int(leaf.max()) < length:
+            return (
+                f"batch leaf '{path or 'batch'}' of shape {list(leaf.shape)} may hold positions of the rank's own rows "
+                f"({length}): the global batch has others; batch_dims={{'{path or '*'}': null}} says "
+                "that it does not"
+            )
+    return None
+
+
 def check_rows(leaves: Sequence[tuple[str, Any]], rows: int | None) -> str | None:
     """What to warn of where the batch's length, read off the first tensor, is not the ``rows`` that the loader gives.
 

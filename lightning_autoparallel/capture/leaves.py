@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tree import registered_children
 
 Rebuild = Callable[[list[Any]], Any]
@@ -59,6 +60,20 @@ def _joined(keys: list[Any], parts: list[tuple[Leaves, Rebuild]], build: Rebuild
         return build(rebuilt)
 
     return leaves, rebuild
+
+
+def check_same_leaves(name: str, batch: Any, leaves: Sequence[Any]) -> None:
+    """After a step has run on ``batch``, which was built of ``leaves``.
+
+    Raises:
+        CaptureError: the step put something else in, or took something out.
+    """
+    now = [leaf for _, leaf in flatten_batch(batch)[0]]
+    if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):
+        raise CaptureError(
+            f"{name} puts something into its batch, or takes something out: real batches would stay as they are; "
+            "return it from the step, or keep it as an attribute"
+        )
 
 
 def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
@@ -122,7 +137,8 @@ def _flatten_object(value: Any, inside: tuple[int, ...]) -> tuple[Leaves, Rebuil
         return alone
 
     def build(items: list[Any]) -> Any:
-        made = copy.copy(value) if hasattr(value, "__copy__") else object.__new__(type(value))
+        kind: Any = type(value)
+        made = copy.copy(value) if hasattr(value, "__copy__") else kind.__new__(kind)
         for name, item in zip(attributes, items, strict=True):
             object.__setattr__(made, name, item)  # also where the class is frozen
         return made

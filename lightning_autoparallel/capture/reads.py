@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,11 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
 _OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
 # Python's own, of which a step's results do not depend.
 _NO_STATE = {"logging", "threading", "_thread", "weakref", "typing", "contextvars", "abc", "warnings", "importlib"}
-_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, np.random.Generator, np.random.RandomState)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, *_GENERATORS)
+
+
+_CACHING_FILE = nn.modules.rnn.__file__  # its layers keep a list of their weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ class Written:
     line: str
     value: Any = None
     is_undone: bool = False
+    is_cache: bool = False  # of a module of torch's own, which fills it again where it is missing
 
 
 class StateReads:
@@ -203,7 +209,9 @@ class StateReads:
             return  # what the property's code assigns is seen
         place = self._place("slot" if _is_slot(static) else "attribute", owner, name)
         if place.identity not in self.written:
-            self.written[place.identity] = Written(place=place, before=place.read(), line=user_line())
+            self.written[place.identity] = Written(
+                place=place, before=place.read(), line=user_line(), is_cache=_is_cached_by_torch()
+            )
 
     def _special(self, owner: Any, name: str, original: Callable[[Any, str], Any]) -> Any:
         value = original(owner, name)
@@ -365,6 +373,14 @@ def _asked_by_torch() -> bool:
     while frame.f_code.co_filename in _OWN_FILES and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename in _MODULE_FILES
+
+
+def _is_cached_by_torch() -> bool:
+    """Whether a layer of torch's own assigns what it fills again where that is missing."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename in _OWN_FILES and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename == _CACHING_FILE
 
 
 def _is_engines(value: Any) -> bool:

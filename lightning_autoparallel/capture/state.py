@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.calls import StepCalls
 from lightning_autoparallel.capture.guards import Difference, StateGuards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
@@ -21,16 +20,17 @@ from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn, without_stand_ins
+from lightning_autoparallel.capture.user_code import StepCalls
 from lightning_autoparallel.capture.watch import NeedsNumbers, Watcher, math_functions, symbolic
 from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.torch_compat.tracing import is_real, share_memory
+from lightning_autoparallel.torch_compat.tracing import is_real
 
 _IN_PLACE = {
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
 }
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-_DATA_SETTERS: set[Any] = {Tensor.data.__set__, Tensor.grad.__set__}  # type: ignore[attr-defined, union-attr]
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -54,7 +54,6 @@ class StepState:
         self._calls = StepCalls(self.reads)
         self._changed_at: dict[int, str] = {}  # tensors by identity -> the line that changed them in place
         self.changed_at: dict[int, str] = {}
-        self._data: dict[int, Tensor] = {}  # what `.data` gave, and what shares its memory
         self.inputs: set[int] = set()  # parameters and buffers of the run, by identity
         self._values_read: set[int] = set()
         self._guards: StateGuards | None = None
@@ -88,7 +87,6 @@ class StepState:
         drawn: list[str] = []
         self.watcher.start()
         self._changed_at.clear()
-        self._data.clear()
         with generators_kept(drawn), self.reads.recording(), self._calls.watching():
             yield
         if self.watcher.refusal is not None:
@@ -107,12 +105,16 @@ class StepState:
         """Make one call of torch for the step."""
         if not self.reads.on:  # torch runs a part of the step again, or this is no call of the step's
             return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        if function in _DATA and args[0].requires_grad:
+            raise self.watcher.refuse(
+                f"{user_line()} goes around autograd (.data) to a parameter or what is computed with one: the "
+                "graph would not see what is written there; use torch.no_grad() and copy_"
+            )
         args, kwargs = self._arguments(function, args, kwargs)
         if args and isinstance(args[0], Tensor):
             self._changes(function, args)
         with self.reads.paused(), self._calls.paused():
             result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
-        self._follow_data(function, args, result)
         if args and isinstance(args[0], Tensor) and is_real(args[0]) and id(args[0]) not in self.reads.tensors:
             return result  # a part of what nothing tells of
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
@@ -123,23 +125,11 @@ class StepState:
     def _changes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """What a call does to its first argument beside computing with it."""
         name, tensor = str(getattr(function, "__name__", "")), args[0]
-        if function in _DATA_SETTERS or (name == "requires_grad_" and id(tensor) in self.inputs):
-            what = "requires_grad" if "requires_grad" in str(function) else "data or grad"
-            raise self.watcher.refuse(
-                f"{user_line()} sets {what} of a tensor, which a graph cannot: it would happen at capture only"
-            )
+        if function is _GRADIENT or (name == "requires_grad_" and id(tensor) in self.inputs):
+            what = "gradient" if function is _GRADIENT else "requires_grad"
+            raise self.watcher.refuse(f"{user_line()} sets the {what} of a tensor: it would happen at capture only")
         if writes_in_place(name):
             self._changed_at[id(tensor)] = user_line()
-            if id(tensor) in self._data:
-                raise self.watcher.refuse(
-                    f"{user_line()} changes a tensor by .data ({name}), which would happen at capture only"
-                )
-
-    def _follow_data(self, function: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        if function is _DATA or (self._data and args and id(args[0]) in self._data):
-            same = function is _DATA or (isinstance(result, Tensor) and share_memory(result, args[0]))
-            if same and isinstance(result, Tensor):
-                self._data[id(result)] = result
 
     def _arguments(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

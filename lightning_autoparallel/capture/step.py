@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.blocks import RepeatedBlocks
+from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
-from lightning_autoparallel.capture.module_calls import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of

@@ -59,6 +59,8 @@ class StateWrites:
         self.tensors, self._writes = [leaf.detach() for leaf in leaves.values()], []
         self._leaves = tuple(leaves)
         for written in list(self.reads.written.values()):
+            if written.is_cache:
+                continue
             value = written.value if written.is_undone else written.place.read()
             if not _is_state_of_module(written.place, written.line) and not (
                 value is MISSING and written.before is MISSING

@@ -20,6 +20,8 @@ from lightning_autoparallel.errors import (
 )
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
+PATIENCE = timedelta(seconds=20)  # of a rank with an error, for others to come and hear of it
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepIdentity:
@@ -44,11 +46,23 @@ class ControlGroup:
 
     def agrees(self, text: str) -> bool:
         """Whether every rank gave the same text: one all-reduce of 16 bytes."""
+        agreed = self._compare(text, None)
+        assert agreed is not None, "without a timeout of its own it ends with that of the group, which raises"
+        return agreed
+
+    def _compare(self, text: str, timeout: timedelta | None) -> bool | None:
+        """Whether every rank gave the same text; None if some took longer than ``timeout``."""
         if self._alone:
             return True
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         bounds = torch.tensor([number, -number])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
+        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        try:
+            work.wait() if timeout is None else work.wait(timeout)
+        except RuntimeError:
+            if timeout is None:
+                raise
+            return None
         return bool(bounds[0] == -bounds[1])
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,12 +83,16 @@ class ControlGroup:
         Raises:
             AutoParallelError: some rank has an error, or (OtherRankError) has come to another place.
         """
-        if self.agrees(at if error is None else "error") and error is None:
+        # Others may be in a collective of the step, which this rank will not join: they end when it does.
+        agreed = self._compare(at if error is None else "error", PATIENCE if at and error is not None else None)
+        if agreed and error is None:
             return
-        places = self.gather(at if error is None else Stopped(_message(error)))
+        if agreed is None and error is not None:
+            raise error
+        places = self.gather(at if error is None else Stopped(_message(error), _kind(error)))
         if error is None:
             other = _other_place(places)
-            raise other if at else CaptureError(str(other))
+            raise other if at else _first_error(places)
         alone = not all(isinstance(place, Stopped) for place in places)
         if alone and not at and not isinstance(error, AutoParallelError):
             raise CaptureError(f"this rank alone stopped: {_message(error)}") from error
@@ -86,6 +104,17 @@ class Stopped:
     """What a rank that has an error says in place of what it is about to do."""
 
     message: str
+    kind: type[AutoParallelError] = CaptureError
+
+
+def _first_error(places: list[Any]) -> AutoParallelError:
+    """The first error of another rank, of the kind that it has: all ranks make the same of it."""
+    rank, stopped = next((rank, place) for rank, place in enumerate(places) if isinstance(place, Stopped))
+    return stopped.kind(f"rank {rank} stopped: {stopped.message}")
+
+
+def _kind(error: Exception) -> type[AutoParallelError]:
+    return type(error) if isinstance(error, AutoParallelError) else CaptureError
 
 
 def _other_place(places: list[Any]) -> OtherRankError:

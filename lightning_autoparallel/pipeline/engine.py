@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -32,11 +31,13 @@ from lightning_autoparallel.capture import (
     Watcher,
     check_edges,
     check_rows,
+    check_same_leaves,
     describe_batch,
     describe_call,
     exact_repeats,
     flatten_batch,
     ragged_part,
+    row_positions,
 )
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError, TooManyCapturesError
@@ -261,11 +262,8 @@ class StepEngine:
         def run(values: list[Any]) -> Any:
             batch = rebuild(values)
             output = call.run(batch, watcher)
-            if not call.local and not same_leaves(batch, values):
-                raise watcher.refuse(
-                    f"{state.entered}: {call.name} changes what its batch holds, which hooks read after it: copy "
-                    "the batch"
-                )
+            if not call.local:
+                check_same_leaves(f"{state.entered}: {call.name}", batch, values)
             return output
 
         parameters, buffers = named_state(self.module, call.path)
@@ -313,6 +311,9 @@ class StepEngine:
                 f"the batch of {call.name} holds a {ragged}, whose tensors have no common dim for rows: it cannot "
                 "be the rank's part of one global batch; pad rows to one length, and give the step dense tensors"
             )
+        positions = None if self.batch_dims is not None else row_positions(leaves)
+        if positions is not None:
+            raise CaptureError(f"{call.name}: {positions}")
         # Later kinds of batches may be what is left at an epoch's end.
         known = self.batch_dims is not None or call.name in self._captures
         doubt = None if known else check_rows(leaves, call.rows)
@@ -381,12 +382,6 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
-
-
-def same_leaves(batch: Any, leaves: Sequence[Any]) -> bool:
-    """Whether a batch consists of these very leaves."""
-    found = [leaf for _, leaf in flatten_batch(batch)[0]]
-    return len(found) == len(leaves) and all(map(is_, found, leaves))
 
 
 def _decides(guard: Guard, variants: int, name: str) -> str:

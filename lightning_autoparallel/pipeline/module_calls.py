@@ -15,6 +15,7 @@ from torch import nn
 from lightning_autoparallel.errors import (
     CaptureError,
     ConfigError,
+    PassError,
     RanksDifferError,
     TooManyCapturesError,
     UnsupportedOpError,
@@ -22,10 +23,11 @@ from lightning_autoparallel.errors import (
 )
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
-from lightning_autoparallel.torch_compat.module_calls import Original, intercepted_calls
+from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
 
-# What says that one call cannot be captured; other errors are the user's to mend.
-NOT_CAPTURED = (CaptureError, UnsupportedOpError)
+# What says that one call cannot be captured; other errors are the user's to mend. A pass that leaves a broken graph is
+# at fault itself: training goes on without it, and the warning names it.
+NOT_CAPTURED = (CaptureError, UnsupportedOpError, PassError)
 
 
 class CallHost(Protocol):

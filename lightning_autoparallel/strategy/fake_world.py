@@ -104,7 +104,9 @@ class PlanningStrategy(AutoParallelStrategy):
             self._probe_error = f"configure_optimizers failed without real parameters ({type(error).__name__}: {error})"
 
     def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
-        report = steps.prepare("training_step", _required("training", sample_training_batch(trainer)))
+        report = steps.prepare(
+            "training_step", _required("training", sample_training_batch(trainer, at_any_price=True))
+        )
         assert report is not None, "a step that cannot be captured raises"
         if self._inference:
             report = with_inference(report, self._prepare_validation_step(trainer, steps))

@@ -73,9 +73,14 @@ class ForwardSteps:
 
     def module_call(self, path: str, module: nn.Module) -> StepCall:
         """The call of one submodule, captured on this rank's rows."""
+
+        def run(batch: Any, watcher: Watcher) -> Any:
+            with self.calls.eager():  # also where the engine runs it again, for gradients of gradients
+                return module(*batch[0], **batch[1])
+
         return StepCall(
             name=f"{self._step}:{path}",
-            run=lambda batch, watcher: module(*batch[0], **batch[1]),
+            run=run,
             effects=self._effects,
             training=self._step == "training_step",
             local=True,

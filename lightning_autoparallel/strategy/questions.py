@@ -8,7 +8,7 @@ from unittest import mock
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.capture.sources import user_line
-from lightning_autoparallel.lightning_compat import LightningModule, Trainer, rank_zero_only
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 
 _RANKS = ("global_rank", "local_rank")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -29,25 +29,11 @@ def rank_patches(watcher: Watcher, module: LightningModule) -> list[Any]:
         )
         for name in _METRICS
     ]
-    patches.append(mock.patch.object(rank_zero_only, "rank", _Rank(watcher)))
     trainer = getattr(module, "_trainer", None)
     strategies = [] if trainer is None else type(trainer.strategy).__mro__
     for owner in (LightningModule, *strategies):
         patches += [mock.patch.object(owner, name, _talks(watcher, name)) for name in _TALKS if name in vars(owner)]
     return patches
-
-
-class _Rank:
-    """What functions for rank 0 alone compare."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def __eq__(self, other: object) -> bool:
-        raise self._watcher.refuse(f"{user_line()} does something on rank 0 alone, which would happen at capture only")
-
-    __gt__ = __lt__ = __ne__ = __ge__ = __le__ = __eq__
-    __hash__ = object.__hash__
 
 
 def _refused(watcher: Watcher, owner: type, name: str, does: str, why: str) -> Any:

@@ -17,12 +17,12 @@ from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
+from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL, LoggedAs, note_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
 from lightning_autoparallel.strategy.questions import rank_patches
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 Notice = Callable[[str], None]
-ALREADY_GLOBAL = "already the value of the global batch"  # as a group: ``reduce`` over it does nothing
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,11 @@ class LightningEffects:
         scopes: MetricScopes,
         whole_batch: bool = True,
         strict_effects: bool = True,
+        logged_as: LoggedAs | None = None,
     ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
         self._whole_batch, self._strict = whole_batch, strict_effects
+        self._logged_as: LoggedAs = {} if logged_as is None else logged_as
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -175,11 +177,13 @@ class LightningEffects:
 
         def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             self._check_name(name)
+            note_logged(self._logged_as, real_log, (name,), (module, name, value, *args), kwargs)
             kwargs.update(already_global)
             self._record(real_log, (module, name, value, *args), kwargs)
 
         def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self._check_name(str(list(dictionary)) if isinstance(dictionary, Mapping) else "")
+            note_logged(self._logged_as, real_log_dict, dictionary, (module, dictionary, *args), kwargs)
             kwargs.update(already_global)
             values = (
                 dict(dictionary) if isinstance(dictionary, Mapping) and type(dictionary) is not dict else dictionary

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autoparallel.lightning_compat import Trainer
 from lightning_autoparallel.torch_compat.tree import tree_map
@@ -39,10 +39,16 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
-def _is_consumed_by_reading(source: Any) -> bool:
-    """Whether a second iterator would go on where the first one stopped."""
+def _is_free_to_read(source: Any) -> bool:
+    """Whether reading a batch ahead takes nothing away: of a list, or of a data set that is asked by index."""
+    indexed = isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset)
+    return isinstance(source, (list, tuple)) or (indexed and _has_batches_left(source))
+
+
+def _has_batches_left(source: Any) -> bool:
+    """Whether a second iterator would not go on where the first one stopped, as far as that shows."""
     dataset = source.dataset if isinstance(source, DataLoader) else None
-    return any(hasattr(item, "__next__") for item in (source, dataset) if item is not None)
+    return not any(hasattr(item, "__next__") for item in (source, dataset) if item is not None)
 
 
 _LOADERS = {
@@ -65,28 +71,28 @@ def rows_of_batches(trainer: Trainer, step: str, index: int) -> int | None:
     return min(rows, len(loader.sampler)) if isinstance(loader.sampler, Sized) else rows
 
 
-def sample_training_batch(trainer: Trainer) -> tuple[bool, Any]:
+def sample_training_batch(trainer: Trainer, at_any_price: bool = False) -> tuple[bool, Any]:
     """The first batch as ``training_step`` will see it, and whether there is one that can be looked at.
 
-    An iterator that hands out each batch once is left alone: its first real batch will do.
+    What may hand out each batch once is left alone unless ``at_any_price``: its first real batch will do.
     """
     trainer.fit_loop.setup_data()
-    return _sample(trainer, trainer.train_dataloader)
+    return _sample(trainer, trainer.train_dataloader, _has_batches_left if at_any_price else _is_free_to_read)
 
 
 def sample_validation_batch(trainer: Trainer) -> tuple[bool, Any]:
     """The first batch of the first dataloader as ``validation_step`` will see it, and whether there is one."""
     trainer.fit_loop.epoch_loop.val_loop.setup_data()
     loaders = trainer.val_dataloaders
-    return _sample(trainer, loaders[0] if isinstance(loaders, list) and loaders else loaders)
+    return _sample(trainer, loaders[0] if isinstance(loaders, list) and loaders else loaders, _has_batches_left)
 
 
-def _sample(trainer: Trainer, loaders: Any) -> tuple[bool, Any]:
+def _sample(trainer: Trainer, loaders: Any, may_be_read: Callable[[Any], bool]) -> tuple[bool, Any]:
     if loaders is None:
         return False, None
     leaves: list[Any] = []
     tree_map(leaves.append, loaders)
-    if any(_is_consumed_by_reading(loader) for loader in leaves):
+    if not all(map(may_be_read, leaves)):
         return False, None
     try:
         with _random_state_kept(leaves):

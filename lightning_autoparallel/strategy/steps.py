@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,11 +20,13 @@ from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
 from lightning_autoparallel.strategy.launches import LaunchCounter
+from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
 
 _BATCH_INDEX = "batch_idx"
+_LINE = re.compile(r"\.py:\d+")
 
 
 class LightningSteps:
@@ -35,6 +40,7 @@ class LightningSteps:
         self._module, self._trainer, self._engine, self._capture = module, trainer, engine, capture
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
+        self._logged_as: LoggedAs = {}
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
         self._forward: ForwardSteps | None = None
@@ -127,8 +133,10 @@ class LightningSteps:
         if self._capture.mode == "step":
             raise error.__cause__ if isinstance(error, StepFailedError) and error.__cause__ else error
         self.modes[name] = "forward"
+        as_if_plainly_logged(self._trainer, self._logged_as)
+        reason = str(error) if _LINE.search(str(error)) else f"{_place_of(getattr(self._module, name))}: {error}"
         self._notice(
-            f"autoparallel: {name} runs in forward mode: {error}. Its Python runs at every step on each rank's rows, "
+            f"autoparallel: {name} runs in forward mode: {reason}. Its Python runs at every step on each rank's rows, "
             "as under DDP: the loss is that of these rows, and what is captured is what its modules compute"
         )
 
@@ -157,7 +165,9 @@ class LightningSteps:
         return StepCall(
             name=name if not dataloader_index else f"{name}.{dataloader_index}",
             run=run,
-            effects=lambda watcher: LightningEffects(self._module, watcher, self._notice, self._scopes),
+            effects=lambda watcher: LightningEffects(
+                self._module, watcher, self._notice, self._scopes, logged_as=self._logged_as
+            ),
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
             rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
@@ -180,3 +190,9 @@ def _loss_of(output: Any) -> Tensor:
             f"training_step returned a loss of shape {tuple(loss.shape)}: reduce it to one number, e.g. .mean()"
         )
     return loss
+
+
+def _place_of(step: Callable[..., Any]) -> str:
+    """Where a step is defined, as messages name lines."""
+    code = inspect.unwrap(step).__code__
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

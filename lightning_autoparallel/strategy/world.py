@@ -27,7 +27,7 @@ from lightning_autoparallel.lightning_compat import (
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.strategy.launch import check_launch
-from lightning_autoparallel.strategy.recorder import ALREADY_GLOBAL
+from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 

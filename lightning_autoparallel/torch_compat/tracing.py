@@ -57,7 +57,6 @@ __all__ = [
     "nested_tracing",
     "pretend_compiling",
     "record_frames",
-    "share_memory",
     "unset_fake_temporarily",
 ]
 
@@ -116,11 +115,6 @@ def is_real(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not torch._C._functorch.is_functorch_wrapped_tensor(
         tensor
     )
-
-
-def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a trace are views of the same memory."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:

@@ -50,6 +50,8 @@ def test_ranks_with_different_numbers_of_rows(kind, worlds: Worlds) -> None:
 class UnevenLengths(Net):
     """Rank 1 pads to another length."""
 
+    strategy: ClassVar = {"capture": "step"}
+
     def loader(self, rank, shards):
         own = [(x.repeat(1, 1 + rank), y) for x, y in super().loader(rank, shards)]
         return DataLoader(own, batch_size=None)

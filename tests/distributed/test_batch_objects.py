@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,11 +41,15 @@ class OfObjects(Net):
 
 
 class ReadsNotes(OfObjects):
+    strategy: ClassVar = {"capture": "step"}
+
     def loss(self, batch):
         return super().loss(batch) * len(batch.notes.text)
 
 
 class Packed(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def batches(self):
         return [(pack_sequence(list(x)), y) for x, y in super().batches()]
 
@@ -57,6 +61,8 @@ class Packed(Net):
 
 
 class TimeFirst(Net):
+    strategy: ClassVar = {"capture": "step"}
+
     def loader(self, rank, shards):
         def collate(items):
             return torch.stack([x for x, _ in items], 1), torch.stack([y for _, y in items])
@@ -75,7 +81,7 @@ def test_objects_train(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (ReadsNotes, f"reads batch leaf 'notes', a {__name__}.Notes: the graph would keep the first batch's"),
+        (ReadsNotes, "reads batch leaf 'notes', a Notes: the step would keep the first batch's"),
         (Packed, "CaptureError: the batch of training_step holds a PackedSequence"),
         (TimeFirst, "batch leaf '0' has shape [5, 4, 6], but its DataLoader gives batches of 4 rows: its dim 1 is"),
     ],

@@ -37,6 +37,7 @@ class Case(LightningModule):
         alone: on one rank only, because DDP says nothing of two.
         leaves_unused: whether DDP looks for parameters that a step leaves out.
         skips: results of None may come out as a loss, because Lightning takes no None on several ranks.
+        names_line: a step that leaves the whole one has a line to be named for it.
         prints: compare what was printed; warns: a text, compare how many warnings have it.
     """
 
@@ -53,7 +54,7 @@ class Case(LightningModule):
     quick = pair = False
     alone = False
     prints = skips = False
-    leaves_unused = True
+    leaves_unused = names_line = True
     warns: ClassVar[str | None] = None
     epochs = 2
     steps = 3
@@ -111,7 +112,7 @@ class Case(LightningModule):
 
     # -- what the runner asks ----------------------------------------------------------------------------------------
 
-    def options(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of the Trainer; override it for those that belong to one run."""
         return dict(self.trainer_options)
 

@@ -45,6 +45,7 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     modes: dict[str, str] = field(default_factory=dict)
     error: str | None = None
+    rank: int = 0
 
 
 class MemoryLogger(Logger):
@@ -145,6 +146,7 @@ def train(kind: type[Case], how: str) -> Outcome:
     outcome.printed = printed.getvalue().splitlines()
     outcome.warnings = [str(warning.message) for warning in caught]
     outcome.modes.update(modes_of(strategy))
+    outcome.rank = dist.get_rank() if strategy is not None else 0
     kind.reset()
     return outcome
 
@@ -183,7 +185,7 @@ def make_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": tempfile.gettempdir(),
         **({} if strategy is None else {"strategy": strategy}),
-        **module.options(),
+        **module.arguments(),
     }
     return Trainer(
         accelerator="cpu",

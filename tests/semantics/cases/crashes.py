@@ -168,7 +168,7 @@ class DetectsAnomaly(Case):
 
 
 class ProfiledByTorch(Case):
-    def options(self):
+    def arguments(self):
         return {"profiler": PyTorchProfiler(export_to_chrome=False)}
 
     def training_step(self, batch, batch_idx):

@@ -42,7 +42,7 @@ class Rank(Case):
     """Each rank weighs its rows by its number."""
 
     pair = True
-    modes = FORWARD
+    modes, oracle = FORWARD, "ddp"
     refusal = "rank"
 
     def training_step(self, batch, batch_idx):
@@ -50,7 +50,7 @@ class Rank(Case):
 
 
 class RankByTorch(Case):
-    modes = FORWARD
+    modes, oracle = FORWARD, "ddp"
     refusal = "rank"
 
     def training_step(self, batch, batch_idx):
@@ -101,39 +101,42 @@ class Broadcast(Case):
         return self.loss((x - center, y))
 
 
-class RankZeroOnly(Case):
-    """Something that only rank 0 keeps."""
+class _KeptOnRankZero(Case):
+    """Something that only rank 0 keeps, in whatever mode."""
 
-    pair = True
-    keeps = ("kept",)
+    keeps = uncompared = ("kept",)
 
     def __init__(self):
         super().__init__()
         self.kept = []
 
+    @classmethod
+    def check(cls, outcome):
+        steps = [(index, epoch) for epoch in range(cls.epochs) for index in range(cls.steps)]
+        for i, row in enumerate(outcome.kept[:-1]):
+            assert row["kept"] == ([] if outcome.rank else [list(step) for step in steps[: i + 1]])
+
+
+class RankZeroOnly(_KeptOnRankZero):
+    pair = True
+
     @rank_zero_only
-    def keep(self, value):
+    def keep(self, *value):
         self.kept.append(value)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        self.keep(batch_idx)
+        self.keep(batch_idx, self.current_epoch)
         return loss
 
 
-class IsGlobalZero(Case):
+class IsGlobalZero(_KeptOnRankZero):
     """The usual guard around a print or a direct log."""
-
-    keeps = ("said",)
-
-    def __init__(self):
-        super().__init__()
-        self.said = []
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         if self.trainer.is_global_zero:
-            self.said.append((batch_idx, self.current_epoch))
+            self.kept.append((batch_idx, self.current_epoch))
         return loss
 
 
@@ -179,7 +182,7 @@ class StrategysBarrier(Case):
 class RankInBatch(Case):
     """The collator tells rows of one rank from those of another."""
 
-    modes = FORWARD
+    modes, oracle = FORWARD, "ddp"
     refusal = "other values on rank"
 
     def local(self, batch, rank, shards):

@@ -12,6 +12,7 @@ from tests.semantics.base import FORWARD, Case
 class _Manual(Case):
     modes = FORWARD
     keeps = ("last",)
+    names_line = False
 
     def __init__(self):
         super().__init__()
@@ -198,7 +199,7 @@ class GradientsByHand(_Manual):
 class SkipsByNone(Case):
     """A batch that all ranks skip."""
 
-    pair, steps, skips = True, 4, True
+    pair, steps, skips, names_line = True, 4, True, False
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
@@ -211,7 +212,7 @@ class SkipsByNone(Case):
 class SkipsFirst(Case):
     """The very first batch, so that a look-ahead sees no loss."""
 
-    skips = True
+    skips, names_line = True, False
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -586,9 +586,9 @@ class SetsData(Net):
 
 
 REFUSED = [
-    (OwnGenerator, "reads self.rng (Random), whose state nothing tells of"),
-    (AddsToTheBatch, "changes what its batch holds"),
-    (SetsData, "sets data or grad of a tensor"),
+    (OwnGenerator, "reads self.rng (Random), which moves on"),
+    (AddsToTheBatch, "puts something into its batch"),
+    (SetsData, "goes around autograd (.data)"),
     (ChangesAParameter, "changes the parameter linear.weight in place"),
     (DifferentiatesTheBatch, "asks for the gradient of batch leaf"),
     (Numpy, "draws from numpy.random"),

@@ -39,6 +39,9 @@ _COLLECTIVES += ("broadcast_object_list", "gather", "scatter", "reduce", "reduce
 _COLLECTIVES += ("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group")
 
 
+_RANK_ZERO = os.path.join("lightning_utilities", "core", "rank_zero.py")
+
+
 class StepCalls:
     """While ``watching``, tells ``reads`` of globals and closures of user files, and refuses what has no guard."""
 
@@ -90,6 +93,8 @@ class StepCalls:
             self._builtin(frame, argument)
         elif event == "call":
             code = frame.f_code
+            if code.co_filename.endswith(_RANK_ZERO) and code.co_name == "wrapped_fn":
+                raise self._reads.watcher.refuse(f"{user_line(frame)} asks for the ranks (rank_zero_only)")
             if code in self._asks and frame.f_back is not None and not _is_machinery(frame.f_back):
                 raise self._reads.watcher.refuse(f"{user_line(frame)} {self._asks[code]}")
             if code not in self._seen and is_user_file(code.co_filename):

@@ -1,0 +1,41 @@
+"""How a step's own code logs each value, for the moment from which on that code runs itself.
+
+Captured steps log values of the whole batch, as already joined over ranks. Lightning refuses a name that is logged in
+another way later in the epoch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning_autoparallel.lightning_compat import Trainer
+
+ALREADY_GLOBAL = "already the value of the global batch"  # as a group: ``reduce`` over it does nothing
+LoggedAs = dict[str, dict[str, Any]]  # by name: what the step's code says of joining over ranks
+
+_SAYS = ("sync_dist", "sync_dist_group", "rank_zero_only")
+
+
+def note_logged(
+    logged_as: LoggedAs, log: Callable[..., Any], names: Iterable[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Keep what a call ``log(*args, **kwargs)`` says of joining the values of these names."""
+    given = inspect.signature(log).bind(*args, **kwargs).arguments
+    for name in names:
+        logged_as[name] = {key: given[key] for key in _SAYS if key in given}
+
+
+def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs) -> None:
+    """From here on the step's own code logs: what it has logged in this epoch is as if it had done so all along."""
+    for result in (trainer._results or {}).values():
+        sync = result.meta.sync
+        if sync.group is ALREADY_GLOBAL:
+            said = logged_as.get(result.meta.name, {})
+            result.meta.sync = type(sync)(
+                fn=sync.fn,
+                _should=said.get("sync_dist", False),
+                _group=said.get("sync_dist_group"),
+                rank_zero_only=said.get("rank_zero_only", False),
+            )
