@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.torch_compat.interception import without_function_modes
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 # Questions about a tensor, ways to its own memory, and autograd's functions: they are asked of the DTensor itself.
@@ -62,17 +64,36 @@ _ELEMENTWISE = {
 }
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """A DTensor and its whole tensor; ``version`` counts the changes of that when it was gathered, if they count."""
+
+    source: DTensor
+    whole: Tensor
+    version: int | None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written into the whole tensor, or into a view of it."""
+        return self.version is not None and self.whole._version != self.version
+
+
 class WholeParameters(TorchFunctionMode):
     """A torch function mode, open while eager code runs; every rank must run the same code.
 
-    A parameter is gathered once between two changes of it. Nothing is done while it is ``paused``.
+    A parameter is gathered once between two changes of it. What is written into a whole tensor, by a view of it say, is
+    written into the shards before anybody reads them. Nothing is done while it is ``paused``.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
         self._mesh = mesh
         self._paused = False
-        self._wholes: dict[tuple[int, bool], tuple[DTensor, Tensor]] = {}
+        self._wholes: dict[Any, _Gathered] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        self.forget()
+        super().__exit__(*error)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """For code that knows what DTensors are, and may change them: optimizers, the engine."""
@@ -84,6 +105,7 @@ class WholeParameters(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _set(self, paused: bool) -> Iterator[None]:
+        self.forget()
         before, self._paused = self._paused, paused
         try:
             yield
@@ -92,8 +114,22 @@ class WholeParameters(TorchFunctionMode):
             self.forget()
 
     def forget(self) -> None:
-        """Parameters have changed, or nobody needs them whole any more."""
+        """Parameters change, or nobody needs them whole any more."""
+        self._write_back()
         self._wholes.clear()
+
+    def _write_back(self) -> None:
+        changed = [(key, gathered) for key, gathered in self._wholes.items() if gathered.is_changed]
+        for key, gathered in changed:
+            with without_function_modes(), torch.no_grad():
+                gathered.source.detach().copy_(_cut_like(gathered.whole, gathered.source))
+            self._wholes[key] = replace(gathered, version=gathered.whole._version)
+            self._drop_other_wholes(key)
+
+    def _drop_other_wholes(self, kept: Any) -> None:
+        """Other wholes of memory that has changed are not what it holds now."""
+        for key in [key for key in self._wholes if key != kept and key[0] == kept[0]]:
+            del self._wholes[key]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,12 +149,21 @@ class WholeParameters(TorchFunctionMode):
     def _whole_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        if not isinstance(leaf, nn.Parameter):
+        self._write_back()
+        is_followed = torch.is_grad_enabled() and leaf.requires_grad
+        if is_followed and not isinstance(leaf, nn.Parameter):
             return self._gather(leaf)
-        key = (id(leaf), torch.is_grad_enabled())
+        with torch.no_grad():
+            local = leaf.to_local()
+        # The storage's own identity: a rank may hold nothing of several parameters, all at address 0.
+        memory = local.untyped_storage()._cdata
+        key = (memory, local.storage_offset(), tuple(leaf.shape), leaf.placements, id(leaf) if is_followed else None)
         if key not in self._wholes:
-            self._wholes[key] = (leaf, self._gather(leaf))
-        return self._wholes[key][1]
+            whole = self._gather(leaf)
+            # Autograd guards what it follows; in inference mode nothing is counted.
+            counts = not is_followed and not torch.is_inference_mode_enabled()
+            self._wholes[key] = _Gathered(leaf, whole, whole._version if counts else None)
+        return self._wholes[key].whole
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return _Whole.apply(tensor, self._mesh)  # type: ignore[no-any-return, no-untyped-call]
@@ -134,11 +179,18 @@ class WholeParameters(TorchFunctionMode):
             # Of a DTensor it would change what autograd sees, and leave the shard as it is.
             with torch.no_grad():
                 target.detach().copy_(value)
-            return
-        func(target, value)
+        else:
+            func(target, value)
+        self.forget()
 
     def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.forget()
+        try:
+            return self._changed(func, name, args, kwargs)
+        finally:
+            self._wholes.clear()  # gathered for this call, some of them before the change
+
+    def _changed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.startswith(_MANY_AT_ONCE):
             return func(*args, **kwargs)
         target: DTensor = args[0]

@@ -46,8 +46,36 @@ def _renormalises(module, x):
         module.weight.renorm_(2, 0, 0.5)
 
 
-CHANGES = [_assigns_data, _blends, _copies_plain, _broadcasts, _sets_rows, _renormalises]
+def _zeroes_a_row_of_a_view(module, x):
+    with torch.no_grad():
+        module.weight[1].zero_()
+        module.other.copy_(module.weight * 2)
+
+
+def _scales_a_reshaped_alias(module, x):
+    module.weight.data.view(-1)[3:6].mul_(4.0)
+
+
+def _copies_what_one_rank_lacks(module, x):
+    with torch.no_grad():
+        module.bias.copy_(module.bias * module.one.detach() - module.another.detach())
+
+
+def _adds_to_itself_then_reads(module, x):
+    with torch.no_grad():
+        module.weight.addmm_(module.weight, torch.eye(3))
+        module.weight.copy_(module.weight + 1)
+
+
+CHANGES = [
+    _zeroes_a_row_of_a_view,
+    _scales_a_reshaped_alias,
+    _adds_to_itself_then_reads,
+    _copies_what_one_rank_lacks,
+    *[_assigns_data, _blends, _copies_plain, _broadcasts, _sets_rows, _renormalises],
+]
 LOSSES: list[Code] = [
+    lambda module, x: (module.one * 2 + module.another * 3).sum() * x.mean(),  # one rank holds nothing of either
     lambda module, x: F.linear(x, module.weight, module.bias).pow(2).sum(),
     lambda module, x: sum(p.pow(2).sum() for p in module.parameters()) * x.mean(),
     lambda module, x: (x @ module.weight.T).sum() + module.weight[0].norm(),
@@ -61,6 +89,7 @@ def _module() -> nn.Module:
     module = nn.Module()
     module.weight, module.other = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
     module.bias = nn.Parameter(torch.randn(5))
+    module.one, module.another = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(1))
     return module
 
 
@@ -79,13 +108,13 @@ def _sharded(world: int, sharded: bool) -> tuple[nn.Module, WholeParameters]:
     return module, WholeParameters(mesh)
 
 
-def changed(index: int, sharded: bool) -> Tensor:
-    """The parameter after one change."""
+def changed(index: int, sharded: bool) -> dict[str, Tensor]:
+    """The parameters after one change."""
     module, whole = _sharded(torch.distributed.get_world_size(), sharded)
     with whole:
         CHANGES[index](module, _rows(0))
     assert isinstance(module.weight, DTensor)
-    return module.weight.detach().full_tensor()
+    return {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}
 
 
 def gradients(index: int, sharded: bool) -> dict[str, Tensor | None]:
@@ -101,10 +130,11 @@ def gradients(index: int, sharded: bool) -> dict[str, Tensor | None]:
 def test_changes_reach_the_shards(index: int, worlds: Worlds) -> None:
     expected = _module()
     CHANGES[index](expected, _rows(0))
-    assert not torch.equal(expected.weight, _module().weight)
+    pairs = zip(expected.parameters(), _module().parameters(), strict=True)
+    assert not all(torch.equal(now, before) for now, before in pairs)
     for sharded in (True, False):
-        for weight in worlds(2).run(changed, index, sharded):
-            torch.testing.assert_close(weight, expected.weight.detach())
+        for found in worlds(2).run(changed, index, sharded):
+            torch.testing.assert_close(found, {name: p.detach() for name, p in expected.named_parameters()})
 
 
 @pytest.mark.parametrize("index", range(len(LOSSES)))
