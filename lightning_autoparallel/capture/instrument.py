@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
+_TRANSPARENT = {object, dict, list, tuple, set, frozenset, BaseException, Exception, types.SimpleNamespace}
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 _MARK = "_told_to_listener"
 
@@ -29,6 +31,19 @@ def can_instrument(cls: type) -> bool:
     return (
         bool(flags & _HEAP) and not flags & _IMMUTABLE and not bound and not issubclass(cls, (type, Tensor, enum.Enum))
     )
+
+
+def has_hidden_state(cls: type) -> bool:
+    """Whether instances keep something in C, where no attribute tells of it; torch's own classes are left alone."""
+    for parent in cls.__mro__:
+        if parent in _TRANSPARENT or parent.__module__.partition(".")[0] == "torch":
+            return False
+        slots = vars(parent).get("__slots__", ())
+        known = len((slots,) if isinstance(slots, str) else tuple(slots)) + 2  # its dict and its weak references
+        base = parent.__base__ or object
+        if not parent.__flags__ & _HEAP or parent.__basicsize__ - base.__basicsize__ > 8 * known:
+            return True
+    return False
 
 
 class Instrument:

@@ -59,7 +59,7 @@ class Place:
     def write(self, value: Any) -> None:
         """Put ``value`` there; ``MISSING`` takes away what is there."""
         if self.kind == "global":
-            self.owner[self.key] = value
+            self.owner.pop(self.key, None) if value is MISSING else self.owner.__setitem__(self.key, value)
         elif self.kind == "cell":
             self.owner.cell_contents = value
         elif self.kind == "items":

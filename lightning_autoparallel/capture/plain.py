@@ -13,6 +13,8 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,14 @@ _FIXED: tuple[type, ...] = (
 )
 _FIXED += (types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod)
 _FIXED += (classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType)
-_FIXED += (types.MemberDescriptorType, types.ClassMethodDescriptorType)
+_FIXED += (
+    type(lru_cache(len)),
+    itemgetter,
+    attrgetter,
+    methodcaller,
+    types.MemberDescriptorType,
+    types.ClassMethodDescriptorType,
+)
 LARGEST = 4096  # entries of the containers that one guard compares
 _LARGEST_ARRAY = 65536
 

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import get_ident
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.instrument import Instrument, can_instrument
+from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
-from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number
+from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number, is_plain
 from lightning_autoparallel.capture.sources import is_engine_file, user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import Watcher, is_watched
@@ -47,11 +48,16 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """One attribute that a step assigned or deleted: what was there before the run, and the line."""
+    """One place that a step assigned or deleted: what was there before the run, and the line.
+
+    ``value`` is what it wrote where that has been taken away again; else it is found there.
+    """
 
     place: Place
     before: Any
     line: str
+    value: Any = None
+    is_undone: bool = False
     is_cache: bool = False  # of a module of torch's own, which fills it again where it is missing
 
 
@@ -70,6 +76,7 @@ class StateReads:
         self.tensors: dict[int, tuple[Tensor, Place | None]] = {}
         self.on, self._thread = False, 0
         self._swapped: list[tuple[Place, Any]] = []
+        self._outside: dict[Any, tuple[Place, Any, str]] = {}
         self._number_reads: set[Any] = set()
         self._stand_ins: dict[int, ListStandIn | DictStandIn] = {}
         self._known: dict[int, tuple[Any, str]] = {}
@@ -90,13 +97,25 @@ class StateReads:
     def recording(self) -> Iterator[None]:
         """One run of the step: what it reads and writes is noted, and attributes are put back."""
         self.written, self.changed, self._stand_ins, self._swapped = {}, {}, {}, []
+        self._outside = {}
         self.on, self._thread = True, get_ident()
         try:
             yield
         finally:
             self.on = False
+            self._note_outside()
             for place, value in reversed(self._swapped):
                 place.write(value)
+
+    def _note_outside(self) -> None:
+        """What the run has put into globals and closures, and in the place of stand-ins, is written at each step."""
+        swapped = {place.identity: value for place, value in self._swapped}
+        for place, given, line in self._outside.values():
+            now = place.read()
+            if now is not given:
+                before = swapped.get(place.identity, given)
+                self.written[place.identity] = Written(place=place, before=before, line=line, value=now, is_undone=True)
+                place.write(before)
 
     def written_numbers(self) -> list[Any]:
         """Identities of places where the run found a number and left a value."""
@@ -256,10 +275,14 @@ class StateReads:
             self._tensor(place, value)
         elif self.on and not is_watched(value):
             self._note_content(place, value)
+        if self.on and place.kind in ("global", "cell"):
+            if is_number(value):
+                self._number_reads.add(place.identity)
+            self._outside.setdefault(place.identity, (place, place.read(), user_line()))
 
     def _note_content(self, place: Place, value: Any) -> None:
         self._swap(place, value)
-        if place.identity in self.reads:
+        if place.identity in self.reads or (place.identity in self.numbers and is_number(value)):
             return
         try:
             self._keep(place, Freezer(self.meet).freeze(value, place.text))
@@ -276,6 +299,7 @@ class StateReads:
         elif place.identity in self.numbers and is_number(value):
             place.write(self.watcher.at_place(place, value))
             self._swapped.append((place, value))
+            self._outside.setdefault(place.identity, (place, place.read(), user_line()))
 
     def _keep(self, place: Place, frozen: Frozen) -> None:
         self.reads[place.identity] = Read(place=place, frozen=frozen, line=user_line())
@@ -316,15 +340,30 @@ class StateReads:
             return
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (value, None))
+        elif isinstance(value, partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._part(part, text)
         elif isinstance(value, nn.Module):
             self._meet_module(value, text)
         elif isinstance(value, _STATEFUL) or hasattr(type(value), "__next__"):
             raise self.watcher.refuse(
                 f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used"
             )
+        elif has_hidden_state(type(value)):
+            raise self.watcher.refuse(
+                f"{user_line()} reads {text} ({type(value).__name__}), whose state nothing tells of: keep it out "
+                "of the step"
+            )
         elif can_instrument(type(value)):
             self._known[id(value)] = (value, text)
             self._instrument.add(type(value))
+
+    def _part(self, value: Any, text: str) -> None:
+        """What an object holds that has no attributes: it must not change."""
+        if contents(value) is not None and not is_plain(value):
+            raise self.watcher.refuse(f"{user_line()} reads {text}, which holds a container: keep it as an attribute")
+        if not is_plain(value):
+            self.meet(value, text)
 
     def _meet_module(self, module: nn.Module, text: str) -> None:
         for name, child in module.named_modules():

@@ -30,6 +30,7 @@ _IN_PLACE = {
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
 }
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -51,6 +52,9 @@ class StepState:
         self.writes = StateWrites(self.reads)
         self.feeds: dict[int, Place] = {}  # positions of the graph's constants that real steps read anew
         self._calls = StepCalls(self.reads)
+        self._changed_at: dict[int, str] = {}  # tensors by identity -> the line that changed them in place
+        self.changed_at: dict[int, str] = {}
+        self.inputs: set[int] = set()  # parameters and buffers of the run, by identity
         self._values_read: set[int] = set()
         self._guards: StateGuards | None = None
 
@@ -82,15 +86,20 @@ class StepState:
         """
         drawn: list[str] = []
         self.watcher.start()
+        self._changed_at.clear()
         with generators_kept(drawn), self.reads.recording(), self._calls.watching():
             yield
         if self.watcher.refusal is not None:
             raise self.watcher.refusal
         if drawn:
-            raise CaptureError(f"the step draws from {drawn[0]}: every step would get the same numbers")
+            line = self._calls.drew_at if self._calls.drew_at != "?" else self._calls.entered
+            raise CaptureError(f"{line} draws from {drawn[0]}: every step would get the same numbers")
         changed = self.reads.restore_containers()
         if changed is not None:
-            raise CaptureError(f"the step changes {changed} in place, which would happen at capture only")
+            raise CaptureError(
+                f"{self._calls.entered} changes {changed} in place (or what it calls does), which would happen at "
+                "capture only"
+            )
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of torch for the step."""
@@ -102,6 +111,8 @@ class StepState:
                 "graph would not see what is written there; use torch.no_grad() and copy_"
             )
         args, kwargs = self._arguments(function, args, kwargs)
+        if args and isinstance(args[0], Tensor):
+            self._changes(function, args)
         with self.reads.paused(), self._calls.paused():
             result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
         if args and isinstance(args[0], Tensor) and is_real(args[0]) and id(args[0]) not in self.reads.tensors:
@@ -110,6 +121,15 @@ class StepState:
             if isinstance(leaf, Tensor) and is_real(leaf):
                 self.reads.tensors.setdefault(id(leaf), (leaf, None))
         return result
+
+    def _changes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """What a call does to its first argument beside computing with it."""
+        name, tensor = str(getattr(function, "__name__", "")), args[0]
+        if function == _GRADIENT or (name == "requires_grad_" and id(tensor) in self.inputs):
+            what = "gradient" if function == _GRADIENT else "requires_grad"
+            raise self.watcher.refuse(f"{user_line()} sets the {what} of a tensor: it would happen at capture only")
+        if writes_in_place(name):
+            self._changed_at[id(tensor)] = user_line()
 
     def _arguments(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,6 +189,16 @@ class StepState:
     def count(self) -> int:
         """How many numbers the run has fed and places it has written so far."""
         return self.watcher.uses + self.reads.writes()
+
+    def note_changes(self, inputs: Sequence[Tensor]) -> None:
+        """After a run: where it changed which of its ``inputs`` in place, by position."""
+        lines = ((i, self._changed_at.get(id(tensor))) for i, tensor in enumerate(inputs))
+        self.changed_at = {i: line for i, line in lines if line is not None}
+
+    @property
+    def entered(self) -> str:
+        """The line where the last run began."""
+        return self._calls.entered
 
     def check_counting(self) -> None:
         """After a run.

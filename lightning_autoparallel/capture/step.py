@@ -119,10 +119,12 @@ class _Step(nn.Module):
             self.state.watcher.vector = given.pop()
         given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
         leaves = _merge(self._static_leaves(request), tuple(given))
+        self.state.inputs = {id(tensor) for tensor in state.values()}
         with self._undone(request), request.effects.recording():
             buffers = {name: state[name] for name in request.buffers}
             runner = _Runner(request.module, request.run, buffers, self.state)
             output = torch.func.functional_call(runner, {f"module.{name}": state[name] for name in state}, (leaves,))
+            self.state.note_changes(tensors)
             self.state.writes.collect({i: given[i] for i in sorted(self.state.clones)})
             self.state.check_counting()
             return self._flatten(output, request, tensors[: len(self._names)], tuple(given))
@@ -235,7 +237,7 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
     outputs = [output for output in export.outputs if output is not None]
     for kind, position in outputs:
         if kind == "mutation" and position < len(parameters):
-            raise _changes_input(request, position)
+            raise _changes_input(request, position, _line_of(state, position))
         if kind == "gradient" and position >= first:
             raise CaptureError(
                 f"{request.name} asks for the gradient of batch leaf '{request.layout.tensors[position - first].path}' "
@@ -246,7 +248,7 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
         raise NeedsClones(changed)
 
 
-def _changes_input(request: StepRequest, position: int) -> CaptureError:
+def _changes_input(request: StepRequest, position: int, line: str) -> CaptureError:
     """The error for a step that changes what only the optimizer does, or what is differentiated."""
     parameters, buffers = list(request.parameters), list(request.buffers)
     if position < len(parameters):
@@ -257,7 +259,11 @@ def _changes_input(request: StepRequest, position: int) -> CaptureError:
     else:
         leaf = request.layout.tensors[position - len(parameters) - len(buffers)]
         what, remedy = f"batch leaf '{leaf.path}' to a value that carries a gradient", "change a copy of it"
-    return CaptureError(f"{request.name} changes the {what}: {remedy}")
+    return CaptureError(f"{line}: {request.name} changes the {what}: {remedy}")
+
+
+def _line_of(state: StepState | None, position: int) -> str:
+    return "?" if state is None else state.changed_at.get(position, state.entered)
 
 
 def _with_vector(request: StepRequest) -> StepRequest:
@@ -347,7 +353,7 @@ def _explained(request: StepRequest) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, MutatedInputError) and not request.local:
-            raise _changes_input(request, error.position) from error
+            raise _changes_input(request, error.position, _line_of(request.state, error.position)) from error
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):

@@ -8,6 +8,7 @@ import dis
 import gc
 import io
 import os
+import random
 import sys
 import time
 import uuid
@@ -16,13 +17,16 @@ from functools import cache
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
+from lightning_autoparallel.capture.conversions import CONVERTERS, only_called
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import is_user_file, user_line
 
 _RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_global_rank", "get_group_rank")
+_GENERATORS = (random.Random, np.random.RandomState)
 _COLLECTIVES: tuple[str, ...] = (
     "all_reduce",
     "all_gather",
@@ -44,9 +48,13 @@ class StepCalls:
     def __init__(self, reads: StateReads) -> None:
         self._reads = reads
         self._seen: set[CodeType] = set()
-        self._cells: list[tuple[str, Any, Any]] = []
         self._asks = _questions()
         self._clocks = {id(function): f"{function.__module__}.{function.__name__}" for function in _clocks()}
+        self._converted: list[tuple[dict[str, Any], str]] = []
+        self._draws = {
+            id(getattr(owner, name)) for owner in (random, np.random) for name in dir(owner) if name[0] != "_"
+        }
+        self.entered = self.drew_at = "?"
         self._opens = {id(builtins.open), id(io.open), id(os.open)}
 
     @contextlib.contextmanager
@@ -54,30 +62,19 @@ class StepCalls:
         """The step runs inside."""
         before: Any = sys.getprofile()
         self._seen.clear()
-        self._cells.clear()
+        self.entered = self.drew_at = "?"
         sys.setprofile(self._event)
         try:
             yield
         finally:
+            for table, name in self._converted:
+                del table[name]
+            self._converted.clear()
             if before is None or callable(before):
                 sys.setprofile(before)
             else:  # a profiler written in C
                 sys.setprofile(None)
                 before.enable()
-            changed = self._restore_cells()
-        if changed is not None:
-            raise self._reads.watcher.refuse(
-                f"the step writes {changed} (nonlocal), which would happen at capture only"
-            )
-
-    def _restore_cells(self) -> str | None:
-        """Give variables of closures that the run assigned their values again; the name of the first one."""
-        found = None
-        for name, cell, value in self._cells:
-            if not _same_cell(cell, value):
-                found = found or name
-                cell.cell_contents = value
-        return found
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,6 +104,8 @@ class StepCalls:
                 self._enter(frame, found)
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
+        if id(function) in self._draws or isinstance(getattr(function, "__self__", None), _GENERATORS):
+            self.drew_at = user_line(frame)
         if id(function) in self._clocks and is_user_file(frame.f_code.co_filename):
             raise self._reads.watcher.refuse(
                 f"{user_line(frame)} asks for the time ({self._clocks[id(function)]}), which would stay that of capture"
@@ -117,20 +116,27 @@ class StepCalls:
     def _enter(self, frame: FrameType, function: FunctionType | None) -> None:
         """A function of the user's is called for the first time in this run."""
         table = frame.f_globals
+        if self.entered == "?":
+            self.entered = user_line(frame)
+        for name in only_called(frame.f_code.co_filename):
+            if name not in table:
+                table[name] = CONVERTERS[name]
+                self._converted.append((table, name))
         module = str(table.get("__name__", "?")).rpartition(".")[2]
         for name, attributes in _global_names(frame.f_code):
-            if name in table:
-                self._note(Place("global", table, name, f"{module}.{name}"), table[name])
-                for attribute in attributes:
+            if name in CONVERTERS and table.get(name) is CONVERTERS[name]:
+                continue
+            if name in table or attributes is None:
+                self._note(Place("global", table, name, f"{module}.{name}"), table.get(name, MISSING))
+                for attribute in attributes or ():
                     self._of_module(table[name], attribute)
         if function is None:
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = Place("cell", cell, None, f"{name} (of a closure)")
-            value = place.read()
-            if value is not MISSING:
-                self._cells.append((name, cell, value))
-            self._note(place, value)
+            self._note(place, place.read())
+            if place.read() is not MISSING:
+                frame.f_locals[name] = place.read()  # the interpreter writes these back when the hook returns
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
 
@@ -161,8 +167,11 @@ def _is_machinery(caller: FrameType) -> bool:
 
 
 @cache
-def _global_names(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The globals that a function loads, each with the attributes that are read from it right away."""
+def _global_names(code: CodeType) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+    """The globals that a function loads, each with the attributes that are read from it right away.
+
+    Of those that it assigns, that may not exist yet, the attributes are None.
+    """
     found: dict[str, dict[str, None]] = {}
     instructions = list(dis.get_instructions(code))
     for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
@@ -170,7 +179,9 @@ def _global_names(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
             attributes = found.setdefault(str(instruction.argval), {})
             if following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 attributes[str(following.argval)] = None
-    return tuple((name, tuple(attributes)) for name, attributes in found.items())
+    stored = {str(instruction.argval) for instruction in instructions if instruction.opname == "STORE_GLOBAL"}
+    loaded = {name: tuple(attributes) for name, attributes in found.items()}
+    return tuple({**loaded, **dict.fromkeys(stored)}.items())
 
 
 def _function_of(frame: FrameType) -> FunctionType | None:

@@ -61,7 +61,7 @@ class StateWrites:
         for written in list(self.reads.written.values()):
             if written.is_cache:
                 continue
-            value = written.place.read()
+            value = written.value if written.is_undone else written.place.read()
             if not _is_state_of_module(written.place, written.line) and not (
                 value is MISSING and written.before is MISSING
             ):

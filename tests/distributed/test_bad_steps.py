@@ -194,9 +194,8 @@ class DecidesByBatchIndex(Net):
 
 def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, DecidesByBatchIndex, MESH):
-        expected = (
-            f"{line_of(DecidesByBatchIndex, 'here')} decides by `int(batch_idx)` differently at nearly every step: 3"
-        )
+        line = line_of(DecidesByBatchIndex, "here")
+        expected = f"{line} decides by `(int(batch_idx) + 1)` differently at nearly every step: 3"
         assert text.startswith(f"TooManyCapturesError: {expected} variants of training_step were captured")
 
 

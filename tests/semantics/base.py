@@ -37,6 +37,7 @@ class Case(LightningModule):
         alone: on one rank only, because DDP says nothing of two.
         leaves_unused: whether DDP looks for parameters that a step leaves out.
         skips: results of None may come out as a loss, because Lightning takes no None on several ranks.
+        remembers: keeps means over steps, which are nobody's where steps of two modes follow each other.
         names_line: a step that leaves the whole one has a line to be named for it.
         prints: compare what was printed; warns: a text, compare how many warnings have it.
     """
@@ -53,7 +54,7 @@ class Case(LightningModule):
     tolerance: ClassVar[float | None] = None
     quick = pair = False
     alone = False
-    prints = skips = False
+    prints = skips = remembers = False
     leaves_unused = names_line = True
     warns: ClassVar[str | None] = None
     epochs = 2

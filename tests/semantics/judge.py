@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -93,23 +92,47 @@ def differences(
     kind: type[Case], got: Outcome, oracles: Oracles, rank: int, modes: dict[str, str] | None = None
 ) -> Iterator[str]:
     """One line for each thing that is not the oracle's of the mode of the step that made it."""
+    if modes is None and len(set(got.mode_at)) == 2:
+        yield from _mixed_differences(kind, got, oracles, rank)
+        return
     modes = got.modes if modes is None else modes
-    train, validation, predict = (
-        oracles.of(modes.get(f"{name}_step", "step"), rank) for name in ("training", "validation", "predict")
-    )
+    sides = [oracles.of(modes.get(f"{name}_step", "step"), rank) for name in ("training", "validation", "predict")]
     compare = Compare(kind.tolerance or (1e-6 if oracles.world == 1 else 1e-5), kind.rows, rank, oracles.world)
-    if train is not oracles.of("step", rank):
-        train = _from_the_change_on(compare, got, oracles.of("step", rank), train)
+    yield from _losses(kind, got, sides[0].losses, compare)
+    yield from _all_but_losses(kind, got, sides, compare, oracles.of("forward", rank) if kind.rows_elsewhere else None)
+
+
+def _mixed_differences(kind: type[Case], got: Outcome, oracles: Oracles, rank: int) -> Iterator[str]:
+    """Of a training that left the whole step in its middle: each step's loss by its own mode, the rest by either."""
+    compare = Compare(kind.tolerance or (1e-6 if oracles.world == 1 else 1e-5), kind.rows, rank, oracles.world)
+    step, forward = oracles.of("step", rank), oracles.of("forward", rank)
+    by_mode = {"step": step.losses, "forward": forward.losses}
+    yield from _losses(kind, got, [by_mode[mode][i] for i, mode in enumerate(got.mode_at)], compare)
+    if kind.remembers and oracles.world > 1:
+        yield from compare("parameters", got.parameters, forward.parameters)
+        return
+    found = [list(_all_but_losses(kind, got, [side] * 3, compare, None)) for side in (step, forward)]
+    paths = {line.partition(": ")[0] for line in found[0]}
+    yield from (line for line in found[1] if line.partition(": ")[0] in paths)
+
+
+def _losses(kind: type[Case], got: Outcome, expected: list[float | None], compare: Compare) -> Iterator[str]:
     losses = got.losses
     if kind.skips:
-        losses = [None if other is None else loss for loss, other in zip(losses, train.losses, strict=False)]
-    yield from compare("losses", losses, train.losses)
+        losses = [None if other is None else loss for loss, other in zip(losses, expected, strict=False)]
+    yield from compare("losses", losses, expected)
+
+
+def _all_but_losses(
+    kind: type[Case], got: Outcome, sides: list[Outcome], compare: Compare, elsewhere: Outcome | None
+) -> Iterator[str]:
+    train, validation, predict = sides
     yield from compare("results", got.results, train.results)
     yield from compare("kept", _without(kind, got.kept), _without(kind, train.kept))
     yield from compare("validated", got.validated, validation.validated)
     predicted = list(compare("predicted", got.predicted, predict.predicted))
-    if predicted and kind.rows_elsewhere:
-        predicted = list(compare("predicted", got.predicted, oracles.of("forward", rank).predicted))
+    if predicted and elsewhere is not None:
+        predicted = list(compare("predicted", got.predicted, elsewhere.predicted))
     yield from predicted
     for is_validation, side in ((False, train), (True, validation)):
         mine, other = (_of_step(_without(kind, rows.logged), is_validation) for rows in (got, side))
@@ -121,24 +144,6 @@ def differences(
         yield from compare("printed", got.printed, train.printed)
     if kind.warns:
         yield from compare("warned", _said(got, kind.warns), _said(train, kind.warns))
-
-
-def _from_the_change_on(compare: Compare, got: Outcome, before: Outcome, after: Outcome) -> Outcome:
-    """The outcome of a step that was captured whole at first, and ran its own Python from some step on."""
-
-    def spliced(mine: list[Any], early: list[Any], late: list[Any]) -> list[Any]:
-        first = next(
-            (i for i, pair in enumerate(zip(mine, early, strict=False)) if list(compare("", *pair))), len(mine)
-        )
-        return [*early[:first], *late[first:]]
-
-    return dataclasses.replace(
-        after,
-        **{
-            name: spliced(*(getattr(side, name) for side in (got, before, after)))
-            for name in ("losses", "kept", "logged")
-        },
-    )
 
 
 def _said(outcome: Outcome, text: str) -> list[str]:

@@ -31,7 +31,10 @@ PLAIN, DDP = "plain", "ddp"
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What one process saw of a training; `error` is one of ours that ended it."""
+    """What one process saw of a training.
+
+    `error` is one of ours that ended it; `mode_at` says how each training step ran.
+    """
 
     losses: list[float | None] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
@@ -44,6 +47,7 @@ class Outcome:
     printed: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     modes: dict[str, str] = field(default_factory=dict)
+    mode_at: list[str] = field(default_factory=list)
     error: str | None = None
     rank: int = 0
 
@@ -83,6 +87,7 @@ class Watch(Callback):
         rest = {k: v for k, v in outputs.items() if k != "loss"} if isinstance(outputs, dict) else {}
         self.outcome.results.append(portable(rest))
         self.outcome.kept.append(state_of(pl_module))
+        self.outcome.mode_at.append(modes_of(trainer.strategy).get("training_step", "step"))
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
         self.outcome.validated.append(portable(outputs))

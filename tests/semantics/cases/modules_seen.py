@@ -45,7 +45,7 @@ class Metrics(Case):
 class MetricsEveryTwo(Case):
     """A metric that the step itself computes and resets, every second batch."""
 
-    steps = 4
+    steps, remembers = 4, True
     keeps = ("values",)
 
     def __init__(self):
@@ -362,7 +362,7 @@ class LossScaleByHistory(Case):
 class EveryNthLog(Case):
     """Python lists of losses, logged as a mean every third step."""
 
-    steps = 4
+    steps, remembers = 4, True
 
     def __init__(self):
         super().__init__()

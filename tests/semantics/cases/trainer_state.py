@@ -103,9 +103,9 @@ class IsLastBatch(Case):
 
 
 class CallbackMetrics(_Validated):
-    """The last validation's loss weighs the next epoch's; under DDP each rank's is its own, ours is of all rows."""
+    """The last validation's loss, of all ranks, weighs the next epoch's."""
 
-    alone, quick, epochs = True, True, 3
+    pair, epochs = True, 3
 
     def training_step(self, batch, batch_idx):
         last = self.trainer.callback_metrics.get("val_loss")

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.semantics.base import Case
+from tests.semantics.base import STEP, Case
 
 
 class CountsSteps(Case):
-    """A count that is made a float, which has one value: the step then runs its own Python."""
-
     pair, captures, steps = True, 2, 4
     keeps = ("n",)
+    modes = STEP
 
     def __init__(self):
         super().__init__()

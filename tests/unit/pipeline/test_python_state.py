@@ -18,6 +18,11 @@ from tests.unit.pipeline._steps import Net, Told, assert_equal, plain, run_captu
 
 SCALE = {"value": 1.0}
 FACTOR = 1.0
+CALLS = 0
+
+
+def set_calls(value):
+    globals()["CALLS"] = value
 
 
 class Weight(Net):
@@ -364,6 +369,46 @@ class Block(nn.Module):
         return x + 1 if self.add else x
 
 
+def counting():
+    calls = 0
+
+    def factor():
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    return factor
+
+
+class CountsInAClosure(Net):
+    def __init__(self):
+        super().__init__()
+        self.factor = counting()
+
+    def step(self, x, i):
+        return self.loss(x) * self.factor()
+
+    def seen(self):
+        return self.factor()
+
+
+class CountsInAGlobal(Net):
+    def step(self, x, i):
+        global CALLS
+        CALLS = CALLS + 1
+        return self.loss(x) / CALLS
+
+
+class Converts(Net):
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def step(self, x, i):
+        self.n += 1
+        return {"loss": self.loss(x) / float(self.n), "half": int(self.n / 2), "is": isinstance(float(i), (float, str))}
+
+
 CASES = [
     (Weight, 2),
     (Branch, 2),
@@ -389,6 +434,9 @@ CASES = [
     (Deletes, 1),
     (Strings, 2),
     (ChangesTheBatch, 1),
+    (CountsInAClosure, 1),
+    (CountsInAGlobal, 1),
+    (Converts, 1),
     (ReadsStringsInC, 2),
     (OfHyperparameters, 2),
     (Blocks, 3),
@@ -401,7 +449,9 @@ def test_every_step_is_as_in_plain_python(kind: type[Net], captures: int):
     module, told = kind(), Told()
     torch.manual_seed(0)
     eager = kind()
+    set_calls(0)
     expected = run_plainly(eager)
+    set_calls(0)
     assert_equal(run_captured(module, told), expected)
     assert_equal(plain(module.seen()), plain(eager.seen()))
     assert told.captures == captures, told.warnings
@@ -510,7 +560,35 @@ class DifferentiatesTheBatch(Net):
         return loss + gradient.square().sum()
 
 
+class OwnGenerator(Net):
+    def __init__(self):
+        super().__init__()
+        self.rng = random.Random(3)
+
+    def step(self, x, i):
+        return self.loss(x) * self.rng.random()
+
+
+class AddsToTheBatch(Net):
+    def batch(self, i):
+        return {"x": super().batch(i)}
+
+    def step(self, batch, i):
+        loss = self.loss(batch["x"])
+        batch["loss"] = loss
+        return loss
+
+
+class SetsData(Net):
+    def step(self, x, i):
+        self.linear.weight.data = self.linear.weight.data * 0.5
+        return self.loss(x)
+
+
 REFUSED = [
+    (OwnGenerator, "reads self.rng (Random), which moves on"),
+    (AddsToTheBatch, "puts something into its batch"),
+    (SetsData, "goes around autograd (.data)"),
     (ChangesAParameter, "changes the parameter linear.weight in place"),
     (DifferentiatesTheBatch, "asks for the gradient of batch leaf"),
     (Numpy, "draws from numpy.random"),
@@ -523,7 +601,7 @@ REFUSED = [
     (ChangesGlobals, "changes test_python_state.SCALE"),
     (ChangesATensor, "changes a tensor in place"),
     (KeepsAnObject, "keeps a Config in self.config"),
-    (Exactly, "decides by `int(i)` differently"),
+    (Exactly, "decides by `(int(i) + 1)` differently"),
     (Opaque, "reads batch leaf 'object', a Config"),
     (Holds, "asks for the time"),
 ]
