@@ -124,7 +124,7 @@ class StateGuards:
 def _is_simple(read: Read) -> bool:
     """Whether one comparison by identity says nearly always that nothing changed."""
     place, frozen = read.place, read.frozen
-    if place.kind not in ("attribute", "global") or not frozen.content or isinstance(place.owner, type):
+    if place.kind not in ("attribute", "global") or not frozen.content:
         return False
     value = frozen.value
     return frozen.kind is not object and frozen.array is None and (is_plain(value) or frozen.parts is None)
@@ -141,7 +141,7 @@ def _is_no_hook(read: Read) -> bool:
 def _groups(reads: Sequence[Read]) -> list[_Attributes]:
     by_owner: dict[int, list[Read]] = {}
     for read in reads:
-        by_owner.setdefault(id(_table(read.place)), []).append(read)
+        by_owner.setdefault(id(read.place.owner), []).append(read)
     groups = []
     for own in by_owner.values():
         values = {read.place.key: read.frozen.value for read in own if read.frozen.value is not MISSING}

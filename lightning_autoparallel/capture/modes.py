@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterator
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
-from operator import is_not
+from operator import is_, is_not
 from typing import Any
 
 from torch import nn
+
+
+class Structures:
+    """Numbers for the sets of modules that a module was made of: equal on ranks that replace modules alike."""
+
+    def __init__(self) -> None:
+        self._known: list[list[weakref.ref[nn.Module]]] = []
+
+    def number(self, modules: Sequence[nn.Module]) -> int:
+        """0 for the first set met, 1 for the next that differs in any object, and so on."""
+        for number, known in enumerate(self._known):
+            if len(known) == len(modules) and all(map(is_, (ref() for ref in known), modules)):
+                return number
+        self._known.append([weakref.ref(module) for module in modules])
+        return len(self._known) - 1
 
 
 class ModuleStates:
     """The key of one module's state, read without walking the module again while its parts are the same."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._structures = module, Structures()
         self._walk()
+
+    @property
+    def parts(self) -> Hashable:
+        """As of the last ``key``: equal while the module has the same submodules and names of parameters."""
+        return self._names, self._structure
 
     def key(self) -> Hashable:
         """Equal for states that share a graph."""
@@ -27,13 +48,19 @@ class ModuleStates:
         ):
             self._walk()
         training = tuple([own["training"] for own in self._attributes])
-        return self._names, training, tuple([parameter.requires_grad for parameter in self._parameters])
+        return (
+            self._names,
+            self._structure,
+            training,
+            tuple([parameter.requires_grad for parameter in self._parameters]),
+        )
 
     def _now(self) -> Iterator[Any]:
         return chain.from_iterable(map(dict.values, self._tables))
 
     def _walk(self) -> None:
         modules = list(self._module.modules())
+        self._structure = self._structures.number(modules)
         self._attributes = [vars(module) for module in modules]
         tables = [own[name] for own in self._attributes for name in ("_modules", "_parameters", "_buffers")]
         self._tables = [table for table in tables if table]

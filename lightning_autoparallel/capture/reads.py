@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
-from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
+from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_autoparallel.capture.classes import MetClasses
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number, is_plain
@@ -27,6 +30,7 @@ from lightning_autoparallel.torch_compat.tracing import is_real
 _MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.nn.modules.container"].__file__}
 # Inputs of the graph, or part of what the engine tells variants by.
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
+_BACKWARD_HOOKS = {"_backward_hooks", "_backward_pre_hooks"}
 _OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
 # Python's own, of which a step's results do not depend.
 _NO_STATE = {"logging", "threading", "_thread", "weakref", "typing", "contextvars", "abc", "warnings", "importlib"}
@@ -76,10 +80,12 @@ class StateReads:
         self.tensors: dict[int, tuple[Tensor, Place | None]] = {}
         self.on, self._thread = False, 0
         self._swapped: list[tuple[Place, Any]] = []
+        self.restored: str | None = None  # a container that the last run changed in place, behind its stand-ins
         self._outside: dict[Any, tuple[Place, Any, str]] = {}
         self._number_reads: set[Any] = set()
         self._stand_ins: dict[int, ListStandIn | DictStandIn] = {}
         self._known: dict[int, tuple[Any, str]] = {}
+        self.classes = MetClasses()
         self._instrument = Instrument(self)
         self._own_tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
@@ -97,7 +103,8 @@ class StateReads:
     def recording(self) -> Iterator[None]:
         """One run of the step: what it reads and writes is noted, and attributes are put back."""
         self.written, self.changed, self._stand_ins, self._swapped = {}, {}, {}, []
-        self._outside = {}
+        self._outside, self.restored = {}, None
+        self.classes.start()
         self.on, self._thread = True, get_ident()
         try:
             yield
@@ -106,6 +113,8 @@ class StateReads:
             self._note_outside()
             for place, value in reversed(self._swapped):
                 place.write(value)
+            containers, attributes = self._restore_containers(), self.classes.undo()
+            self.restored = containers or attributes
 
     def _note_outside(self) -> None:
         """What the run has put into globals and closures, and in the place of stand-ins, is written at each step."""
@@ -133,7 +142,7 @@ class StateReads:
         for written in reversed(self.written.values()):
             written.place.write(written.before)
 
-    def restore_containers(self) -> str | None:
+    def _restore_containers(self) -> str | None:
         """Give containers that a run changed in place their content again; the text of the first one."""
         found = None
         for read in self.reads.values():
@@ -243,6 +252,8 @@ class StateReads:
             return value
         if isinstance(place.owner, nn.Module) and (place.key in _OF_MODULES or _is_engines(value)):
             return value
+        if place.key in _BACKWARD_HOOKS and isinstance(place.owner, nn.Module) and value:
+            raise self.watcher.refuse(f"{_shown_hook(value)} is a backward hook of {place.text[: -len(place.key) - 1]}")
         if isinstance(value, Tensor):
             return self._tensor(place, value)
         if is_number(value) and place.identity in self.numbers:
@@ -261,6 +272,14 @@ class StateReads:
         if is_real(value):  # others are inputs of the graph, or made by the step
             self.tensors[id(value)] = value, place
         return value
+
+    def note_classes(self, codes: Iterable[CodeType]) -> None:
+        """Attributes of classes that these functions name are compared before each step."""
+        for place, value in self.classes.places(codes):
+            if place.identity not in self.reads:
+                self.reads[place.identity] = Read(
+                    place=place, frozen=Freezer(lambda met, text: None).freeze(value, place.text), line="?"
+                )
 
     def see_hooks_as_they_are(self) -> None:
         """Tables of hooks are compared as they are now, without those that were there for the capture."""
@@ -356,6 +375,7 @@ class StateReads:
             )
         elif can_instrument(type(value)):
             self._known[id(value)] = (value, text)
+            self.classes.meet(type(value))
             self._instrument.add(type(value))
 
     def _part(self, value: Any, text: str) -> None:
@@ -368,6 +388,7 @@ class StateReads:
     def _meet_module(self, module: nn.Module, text: str) -> None:
         for name, child in module.named_modules():
             self._known[id(child)] = (child, f"{text}.{name}" if name else text)
+            self.classes.meet(type(child))
             self._instrument.add(type(child))
         if module is not self.module:
             for tensor in (*module.parameters(), *module.buffers()):
@@ -393,6 +414,14 @@ def _is_cached_by_torch() -> bool:
 def _is_engines(value: Any) -> bool:
     """Whether a capture has put a function of its own into an object."""
     return isinstance(value, FunctionType) and is_engine_file(value.__code__.co_filename)
+
+
+def _shown_hook(hooks: dict[int, Any]) -> str:
+    """The line of the first of these hooks, and its name."""
+    hook = next(iter(hooks.values()))
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    line = "?" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return f"{line}: {getattr(hook, '__name__', type(hook).__name__)}"
 
 
 def _is_slot(static: Any) -> bool:

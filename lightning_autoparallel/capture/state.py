@@ -13,24 +13,31 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.guards import Difference, StateGuards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
+from lightning_autoparallel.capture.messages import Messages
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
 from lightning_autoparallel.capture.places import Place
-from lightning_autoparallel.capture.plain import is_plain
+from lightning_autoparallel.capture.plain import is_fixed, is_plain
 from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn, without_stand_ins
 from lightning_autoparallel.capture.user_code import StepCalls
-from lightning_autoparallel.capture.watch import NeedsNumbers, Watcher, math_functions, symbolic
+from lightning_autoparallel.capture.watch import NeedsNumbers, Watched, Watcher, math_functions, symbolic
 from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.torch_compat.tracing import is_real
+from lightning_autoparallel.torch_compat.tracing import DATA_DEPENDENT_ERRORS, is_real
 
 _IN_PLACE = {
     f"i{name}" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
 }
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _GRADIENT: Any = Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
+_OF_BACKWARD: dict[Any, str] = {
+    Tensor.grad.__get__: "reads the gradient",  # type: ignore[attr-defined, union-attr]
+    Tensor.grad_fn.__get__: "reads the grad_fn",  # type: ignore[attr-defined, union-attr]
+    _GRADIENT: "sets the gradient",
+}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -48,8 +55,10 @@ class StepState:
         self._begin()
 
     def _begin(self) -> None:
+        self._settings = torch_settings()
         self.reads = StateReads(self.module, self.watcher, self.numbers)
         self.writes = StateWrites(self.reads)
+        self.messages = Messages(self.watcher)
         self.feeds: dict[int, Place] = {}  # positions of the graph's constants that real steps read anew
         self._calls = StepCalls(self.reads)
         self._changed_at: dict[int, str] = {}  # tensors by identity -> the line that changed them in place
@@ -87,14 +96,14 @@ class StepState:
         drawn: list[str] = []
         self.watcher.start()
         self._changed_at.clear()
-        with generators_kept(drawn), self.reads.recording(), self._calls.watching():
+        with generators_kept(drawn), self.messages.held(), self.reads.recording(), self._calls.watching():
             yield
         if self.watcher.refusal is not None:
             raise self.watcher.refusal
         if drawn:
             line = self._calls.drew_at if self._calls.drew_at != "?" else self._calls.entered
             raise CaptureError(f"{line} draws from {drawn[0]}: every step would get the same numbers")
-        changed = self.reads.restore_containers()
+        changed = self.reads.restored
         if changed is not None:
             raise CaptureError(
                 f"{self._calls.entered} changes {changed} in place (or what it calls does), which would happen at "
@@ -114,7 +123,7 @@ class StepState:
         if args and isinstance(args[0], Tensor):
             self._changes(function, args)
         with self.reads.paused(), self._calls.paused():
-            result = (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+            result = self._called(call_with_numbers if has_number(args, kwargs) else _plainly, function, args, kwargs)
         if args and isinstance(args[0], Tensor) and is_real(args[0]) and id(args[0]) not in self.reads.tensors:
             return result  # a part of what nothing tells of
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
@@ -122,12 +131,22 @@ class StepState:
                 self.reads.tensors.setdefault(id(leaf), (leaf, None))
         return result
 
+    def _called(self, how: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return how(function, args, kwargs)
+        except DATA_DEPENDENT_ERRORS:
+            name = getattr(function, "__name__", "")
+            self.watcher.refuse(f"{user_line()} reads a tensor's value ({name}), and goes on where that fails")
+            raise
+
     def _changes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """What a call does to its first argument beside computing with it."""
         name, tensor = str(getattr(function, "__name__", "")), args[0]
-        if function == _GRADIENT or (name == "requires_grad_" and id(tensor) in self.inputs):
-            what = "gradient" if function == _GRADIENT else "requires_grad"
-            raise self.watcher.refuse(f"{user_line()} sets the {what} of a tensor: it would happen at capture only")
+        what = _OF_BACKWARD.get(function)
+        what = "sets requires_grad" if name == "requires_grad_" and id(tensor) in self.inputs else what
+        what = "hangs a hook into the backward" if name in _HOOKS else what
+        if what is not None:
+            raise self.watcher.refuse(f"{user_line()} {what} of a tensor: it would happen at capture only")
         if writes_in_place(name):
             self._changed_at[id(tensor)] = user_line()
 
@@ -186,9 +205,18 @@ class StepState:
             return read_leaf(leaf)
         return leaf
 
+    def static_result(self, name: str, leaf: Any) -> Any:
+        """A result that is no tensor, if a real step can give it again."""
+        if type(leaf) in (Watched, Unread) or is_plain(leaf) or is_fixed(leaf) or self.reads.is_reached(leaf):
+            return leaf
+        raise self.watcher.refuse(
+            f"{self.entered}: {name} returns a {type(leaf).__name__}, which is made at capture only: return tensors, "
+            "numbers, strings and containers of them"
+        )
+
     def count(self) -> int:
         """How many numbers the run has fed and places it has written so far."""
-        return self.watcher.uses + self.reads.writes()
+        return self.watcher.uses + self.reads.writes() + self.messages.count()
 
     def note_changes(self, inputs: Sequence[Tensor]) -> None:
         """After a run: where it changed which of its ``inputs`` in place, by position."""
@@ -214,7 +242,9 @@ class StepState:
 
     def finish(self, constants: Sequence[Tensor]) -> None:
         """The step is captured; ``constants`` are what its graph took from outside."""
+        self.messages.finish()
         self.reads.see_hooks_as_they_are()
+        self.reads.note_classes(self._calls.seen)
         guarded = []
         for tensor, place in self.reads.tensors.values():
             positions = [i for i, constant in enumerate(constants) if constant is tensor]
@@ -234,6 +264,8 @@ class StepState:
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Whether the captured step is what Python would do now."""
         assert self._guards is not None
+        if torch_settings() != self._settings:
+            return False
         places = self.watcher.places
         if any(type(values[name]) is not type(self.watcher.counters[name]) for name in places):
             return False
@@ -251,6 +283,11 @@ class StepState:
     def constants(self, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The graph's constants for a real step: those that Python found at a place are read there."""
         return tuple(self.feeds[i].read().to(old.device) if i in self.feeds else old for i, old in enumerate(captured))
+
+
+def torch_settings() -> tuple[Any, ...]:
+    """What is set for the whole process and changes what torch's functions make."""
+    return torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
 
 
 def writes_in_place(name: str) -> bool:

@@ -151,11 +151,13 @@ class _Step(nn.Module):
         self, output: Any, request: StepRequest, state: tuple[Tensor, ...], batch: tuple[Tensor, ...]
     ) -> list[Tensor]:
         leaves, self.output_spec = tree_flatten(output)
-        self.static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if request.local:
             tensors, statics = own_results(request.name, leaves, state, batch)
             self.static_outputs = dict(statics)
+        else:
+            others = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+            self.static_outputs = {i: self.state.static_result(request.name, leaf) for i, leaf in others.items()}
         if request.training and request.loss_leaf is not None:
             loss = request.loss_leaf(output)
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]

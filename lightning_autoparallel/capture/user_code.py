@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from lightning_autoparallel.capture.conversions import CONVERTERS, only_called
@@ -39,6 +41,10 @@ _COLLECTIVES += ("broadcast_object_list", "gather", "scatter", "reduce", "reduce
 _COLLECTIVES += ("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group")
 
 
+# Of torch, for the whole process: what they do is no part of a graph.
+_SETTINGS: tuple[str, ...] = ("set_default_dtype", "set_default_device", "use_deterministic_algorithms")
+_SETTINGS += ("manual_seed", "seed", "set_rng_state")
+_ENVIRONMENT = type(os.environ).__getitem__.__code__
 _RANK_ZERO = os.path.join("lightning_utilities", "core", "rank_zero.py")
 
 
@@ -47,7 +53,7 @@ class StepCalls:
 
     def __init__(self, reads: StateReads) -> None:
         self._reads = reads
-        self._seen: set[CodeType] = set()
+        self.seen: set[CodeType] = set()
         self._asks = _questions()
         self._clocks = {id(function): f"{function.__module__}.{function.__name__}" for function in _clocks()}
         self._converted: list[tuple[dict[str, Any], str]] = []
@@ -61,11 +67,14 @@ class StepCalls:
     def watching(self) -> Iterator[None]:
         """The step runs inside."""
         before: Any = sys.getprofile()
-        self._seen.clear()
+        self.seen.clear()
         self.entered = self.drew_at = "?"
         sys.setprofile(self._event)
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for name in _SETTINGS:
+                    stack.enter_context(mock.patch.object(torch, name, self._refused(name)))
+                yield
         finally:
             for table, name in self._converted:
                 del table[name]
@@ -86,6 +95,16 @@ class StepCalls:
         finally:
             sys.setprofile(before)
 
+    def _refused(self, name: str) -> Callable[..., Any]:
+        real = getattr(torch, name)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if _is_machinery(sys._getframe(1)):
+                return real(*args, **kwargs)
+            raise self._reads.watcher.refuse(f"{user_line()} calls torch.{name}, which would happen at capture only")
+
+        return refuse
+
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         if not self._reads.on:
             return
@@ -97,8 +116,10 @@ class StepCalls:
                 raise self._reads.watcher.refuse(f"{user_line(frame)} asks for the ranks (rank_zero_only)")
             if code in self._asks and frame.f_back is not None and not _is_machinery(frame.f_back):
                 raise self._reads.watcher.refuse(f"{user_line(frame)} {self._asks[code]}")
-            if code not in self._seen and is_user_file(code.co_filename):
-                self._seen.add(code)
+            if code is _ENVIRONMENT:
+                self._note(*_variable(frame))
+            if code not in self.seen and is_user_file(code.co_filename):
+                self.seen.add(code)
                 with self._reads.paused():
                     found = _function_of(frame)
                 self._enter(frame, found)
@@ -149,8 +170,17 @@ class StepCalls:
             self._note(Place("global", vars(module), name, f"{module.__name__}.{name}"), vars(module)[name])
 
     def _note(self, place: Place, value: Any) -> None:
+        if isinstance(value, type):
+            self._reads.classes.meet(value)
         if not isinstance(value, ModuleType):
             self._reads.note_as_it_is(place, value)
+
+
+def _variable(frame: FrameType) -> tuple[Place, Any]:
+    """The variable of the environment that is asked for."""
+    key = frame.f_locals["key"]
+    place = Place("global", os.environ, key, f"os.environ[{key!r}]")
+    return place, place.read()
 
 
 class _Held:

@@ -6,6 +6,7 @@ decision: a guard. A tensor that is computed with one makes it an input of the g
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from lightning_autoparallel.errors import CaptureError
 
 Evaluate = Callable[[Mapping[str, Any]], Any]
 MOST_EXACT = 3  # variants that are told apart by a number itself
+_AHEAD, _COUNTED = 8, ("batch_idx", "global_step")  # steps to come, of which these numbers are known
 MOST_FED = 32  # numbers that one step's graph takes
 
 
@@ -90,7 +92,6 @@ class Watcher:
         self.counters = dict(counters)
         self.places: dict[str, Place] = {}
         self._guards: dict[tuple[str, str], Guard] = {}
-        self.formatted_at: set[str] = set()
         self.fed: dict[str, Watched] = {}
         self.vector: Tensor | None = None
         self.uses = 0
@@ -120,7 +121,6 @@ class Watcher:
     def forget(self) -> None:
         """The capture starts over."""
         self._guards.clear()
-        self.formatted_at.clear()
         self.fed.clear()
 
     @property
@@ -131,8 +131,20 @@ class Watcher:
     def decide(self, text: str, evaluate: Evaluate, exact: bool = False) -> Any:
         """The outcome now, noted as a guard with the user's line."""
         outcome, source = evaluate(self.counters), user_line()
+        if exact and self._changes_soon(evaluate):
+            raise self.refuse(f"{source} decides by `{text}` differently at nearly every step; compute it on tensors")
         self._guards[(text, source)] = Guard(text=text, source=source, evaluate=evaluate, outcome=outcome, exact=exact)
         return outcome
+
+    def _changes_soon(self, evaluate: Evaluate) -> bool:
+        """Whether the next steps will each decide otherwise, so that a graph for each would be in vain."""
+        outcomes: list[Any] = []
+        for step in range(_AHEAD):
+            later = {name: self.counters[name] + step for name in _COUNTED if name in self.counters}
+            with contextlib.suppress(ArithmeticError, ValueError, LookupError, TypeError):
+                outcome = evaluate({**self.counters, **later})
+                outcomes += [outcome] if outcome not in outcomes else []
+        return len(outcomes) > MOST_EXACT
 
     def feed(self, number: Watched) -> Tensor:
         """The graph's input for a number: float64, without dims.
@@ -236,8 +248,9 @@ class Watched:
         return _applied(self._watcher, "round", round, (self,) if digits is None else (self, digits))
 
     def __format__(self, spec: str) -> str:
-        self._watcher.formatted_at.add(user_line())
-        return format(self._now(), spec)
+        raise self._watcher.refuse(
+            f"{user_line()} makes text of {self._text}, a number of the step: the text would stay that of one step"
+        )
 
     __str__ = __repr__ = lambda self: format(self, "")
 

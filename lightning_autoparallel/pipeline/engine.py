@@ -27,6 +27,7 @@ from lightning_autoparallel.capture import (
     ModuleStates,
     StepRequest,
     StepState,
+    Structures,
     TensorSpec,
     Watcher,
     check_edges,
@@ -40,7 +41,13 @@ from lightning_autoparallel.capture import (
     row_positions,
 )
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError, TooManyCapturesError
+from lightning_autoparallel.errors import (
+    AutoParallelError,
+    CaptureError,
+    ConfigError,
+    StepFailedError,
+    TooManyCapturesError,
+)
 from lightning_autoparallel.pipeline.agreement import (
     StepIdentity,
     check_same_call,
@@ -82,6 +89,8 @@ class StepEngine:
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
     _modes: ModuleStates | None = None
+    _checked: Any = None  # what the module was made of when its parameters were looked at
+    _structures: dict[str, Structures] = field(default_factory=dict)  # of module calls, by path
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
 
     @property
@@ -188,7 +197,7 @@ class StepEngine:
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
     ) -> Variant:
-        state = call_state(self._owner(call), call.training, self.device) if call.local else self._module_state()
+        state = self._call_state(call) if call.local else self._module_state()
         key = (call.name, layout, state)
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
@@ -203,7 +212,34 @@ class StepEngine:
         """What besides the batch changes the graph: modes of submodules, frozen parameters."""
         if self._modes is None:
             self._modes = ModuleStates(self.module)
-        return self._modes.key()
+        key = self._modes.key()
+        self._check_parts(self._modes.parts)
+        return key
+
+    def _call_state(self, call: StepCall) -> Any:
+        owner = self._owner(call)
+        structures = self._structures.setdefault(call.path, Structures())
+        return structures.number(list(owner.modules())), call_state(owner, call.training, self.device)
+
+    def check_parameters(self) -> None:
+        """Whether all parameters are those that were sharded.
+
+        Raises:
+            ConfigError: one that trains has come later: it would differ between ranks, unnoticed.
+        """
+        self._module_state()
+
+    def _check_parts(self, parts: Any) -> None:
+        if parts == self._checked:
+            return
+        self._checked = parts
+        for name, parameter in self.module.named_parameters():
+            if self.layouts and parameter.requires_grad and not isinstance(parameter, DTensor):
+                raise ConfigError(
+                    f"parameter {name} was made or replaced after training had begun: ranks share out parameters "
+                    "before that, and this one would train on each rank by itself; make it in __init__ or "
+                    "configure_model"
+                )
 
     def _check_agreement(
         self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any

@@ -45,6 +45,7 @@ class ReadyStep:
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         logged = len(effects) - len(state.writes.tensors)
         state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)
+        state.messages.replay(numbers)
         return StepResult(
             output=self._output(outputs, numbers),
             effects=self.variant.effects,

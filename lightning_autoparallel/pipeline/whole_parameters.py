@@ -142,6 +142,8 @@ class WholeParameters(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__set__":
             return self._assign(func, *args)
+        if name.startswith(_MANY_AT_ONCE):
+            return self._many(func, name, args, kwargs)
         if _changes_first(name) and _has_dtensor(args[:1]):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
@@ -190,9 +192,26 @@ class WholeParameters(TorchFunctionMode):
         finally:
             self._wholes.clear()  # gathered for this call, some of them before the change
 
-    def _changed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name.startswith(_MANY_AT_ONCE):
+    def _many(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of lists of tensors: one of shards alone is torch's own matter, one of both gets whole ones.
+
+        Where it changes its first list in place, shards stay shards, and are met by parts of the others.
+        """
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+        is_alike = all(isinstance(leaf, DTensor) for leaf in _tensors(lists) if leaf.dim())
+        if is_alike or name.startswith("_fused_"):
+            self.forget()
             return func(*args, **kwargs)
+        if not _changes_first(name):
+            return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
+        for i in range(len(args[0])):
+            one = getattr(Tensor, name.removeprefix("_foreach_"))
+            rest = [value[i] if isinstance(value, (list, tuple)) else value for value in args[1:]]
+            named = {key: value[i] if isinstance(value, (list, tuple)) else value for key, value in kwargs.items()}
+            self.__torch_function__(one, (), (args[0][i], *rest), named)
+        return None
+
+    def _changed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: DTensor = args[0]
         if name in _ELEMENTWISE and all(_fits(leaf, target) for leaf in _tensors((args, kwargs))):
 

@@ -55,6 +55,7 @@ class ForwardSteps:
         plugin = self._trainer.precision_plugin
         output, error = None, None
         try:
+            self._engine.check_parameters()
             with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
                 output = getattr(self._module, name)(*args)
         except OtherRankError:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule, check_flavour
@@ -36,3 +40,23 @@ def check_module(module: LightningModule, whole_steps: bool) -> None:
             f"{type(module).__name__} sets automatic_optimization=False: a step that optimizes by itself cannot be "
             'captured whole; use capture="auto" or "forward", or return the loss from training_step'
         )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Whether an optimizer can work on shards.
+
+    Raises:
+        ConfigError: it puts all parameters end to end, and they are shared out.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and not _is_whole(parameter):
+            raise ConfigError(
+                "LBFGS puts all parameters end to end, which shards cannot be: give the strategy plan='ddp', whose "
+                "parameters are whole on every rank, or take another optimizer"
+            )
+
+
+def _is_whole(parameter: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in parameter.placements)

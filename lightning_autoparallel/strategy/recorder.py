@@ -176,13 +176,11 @@ class LightningEffects:
         already_global = {"sync_dist": True, "sync_dist_group": ALREADY_GLOBAL} if self._whole_batch else {}
 
         def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            self._check_name(name)
             note_logged(self._logged_as, real_log, (name,), (module, name, value, *args), kwargs)
             kwargs.update(already_global)
             self._record(real_log, (module, name, value, *args), kwargs)
 
         def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-            self._check_name(str(list(dictionary)) if isinstance(dictionary, Mapping) else "")
             names = dictionary if isinstance(dictionary, Mapping) else ()  # a metric's value has them at real steps
             note_logged(self._logged_as, real_log_dict, names, (module, dictionary, *args), kwargs)
             kwargs.update(already_global)
@@ -195,13 +193,6 @@ class LightningEffects:
             mock.patch.object(LightningModule, "log", log),
             mock.patch.object(LightningModule, "log_dict", log_dict),
         ]
-
-    def _check_name(self, name: str) -> None:
-        if user_line() in self._watcher.formatted_at:
-            raise CaptureError(
-                f"{user_line()} writes a step's number into the name {name!r} of a logged value: it would stay that "
-                "of one step; log under one name, the logger keeps the step"
-            )
 
     def _counter_patches(self) -> list[Any]:
         return [

@@ -51,6 +51,7 @@ def _has_batches_left(source: Any) -> bool:
     return not any(hasattr(item, "__next__") for item in (source, dataset) if item is not None)
 
 
+_EMPTY: Any = object()
 _LOADERS = {
     "training_step": "train_dataloader",
     "validation_step": "val_dataloaders",
@@ -94,11 +95,11 @@ def _sample(trainer: Trainer, loaders: Any, may_be_read: Callable[[Any], bool]) 
     tree_map(leaves.append, loaders)
     if not all(map(may_be_read, leaves)):
         return False, None
-    try:
-        with _random_state_kept(leaves):
-            batch = tree_map(lambda loader: next(iter(loader)), loaders)
-    except StopIteration:
+    with _random_state_kept(leaves):
+        first = {id(loader): next(iter(loader), _EMPTY) for loader in leaves}
+    if any(batch is _EMPTY for batch in first.values()):
         return False, None
+    batch = tree_map(lambda loader: first[id(loader)], loaders)
     return True, _as_step_sees_it(trainer, batch)
 
 

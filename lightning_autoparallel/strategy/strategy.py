@@ -34,7 +34,7 @@ from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
-from lightning_autoparallel.strategy.launch import check_module
+from lightning_autoparallel.strategy.launch import check_module, check_optimizer
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.steps import LightningSteps
@@ -237,6 +237,7 @@ class AutoParallelStrategy(SavingStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self._optimizers:
             self._rebind(optimizer)
+            check_optimizer(optimizer)
 
     def _rebind(self, optimizer: Optimizer) -> None:
         """An optimizer that was made before the parameters were sharded trains what is in the module now."""

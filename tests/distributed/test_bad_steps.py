@@ -81,7 +81,7 @@ CASES = [
     (BranchesOnTensor, "reads a tensor's value (if loss > 1:  # here); use torch.where or log the tensor"),
     (SelectsByValue, "makes a shape that depends on a tensor's values"),
     (AsksForTheRank, "asks for the ranks (torch.distributed.get_rank): a captured step is one program"),
-    (NamesByBatchIndex, "writes a step's number into the name 'loss_0' of a logged value"),
+    (NamesByBatchIndex, "makes text of batch_idx, a number of the step"),
 ]
 
 
@@ -195,8 +195,8 @@ class DecidesByBatchIndex(Net):
 def test_a_branch_that_differs_at_every_step(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, DecidesByBatchIndex, MESH):
         line = line_of(DecidesByBatchIndex, "here")
-        expected = f"{line} decides by `(int(batch_idx) + 1)` differently at nearly every step: 3"
-        assert text.startswith(f"TooManyCapturesError: {expected} variants of training_step were captured")
+        expected = f"{line} decides by `(int(batch_idx) + 1)` differently at nearly every step"
+        assert text.startswith(f"CaptureError: {expected}")
 
 
 class NeedsItsStart(Net):

@@ -128,7 +128,9 @@ def _all_but_losses(
 ) -> Iterator[str]:
     train, validation, predict = sides
     yield from compare("results", got.results, train.results)
-    yield from compare("kept", _without(kind, got.kept), _without(kind, train.kept))
+    # Attributes are the training's, or the validation's where only that writes them.
+    kept = [list(compare("kept", _without(kind, got.kept), _without(kind, side.kept))) for side in (train, validation)]
+    yield from kept[0] if all(kept) else ()
     yield from compare("validated", got.validated, validation.validated)
     predicted = list(compare("predicted", got.predicted, predict.predicted))
     if predicted and elsewhere is not None:

@@ -122,7 +122,7 @@ class DictEntries(Case):
 class ListOfLosses(Case):
     """Losses in a list, averaged and cleared every second step."""
 
-    quick, steps = True, 4
+    quick, steps, remembers = True, 4, True
     keeps = ("losses", "means")
 
     def __init__(self):

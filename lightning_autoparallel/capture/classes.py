@@ -1,0 +1,57 @@
+"""Classes that a step's Python meets: what it reads of them by name, and what it writes there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+from lightning_autoparallel.capture.places import MISSING, Place
+from lightning_autoparallel.capture.sources import is_user_file
+
+
+class MetClasses:
+    """Classes of the user's files; nothing tells of access to their own attributes, so these are compared."""
+
+    def __init__(self) -> None:
+        self._before: dict[type, dict[str, Any]] = {}
+
+    def meet(self, cls: type) -> None:
+        """From now on what is assigned to the class, or to one that it inherits from, is seen."""
+        for parent in cls.__mro__:
+            if parent not in self._before and _is_users(parent):
+                self._before[parent] = _attributes(parent)
+
+    def start(self) -> None:
+        """A run of the step begins."""
+        self._before = {cls: _attributes(cls) for cls in self._before}
+
+    def undo(self) -> str | None:
+        """Take back what the run has assigned; the name of the first one."""
+        found = None
+        for cls, before in self._before.items():
+            now = _attributes(cls)
+            for name in before.keys() | now.keys():
+                old = before.get(name, MISSING)
+                if now.get(name, MISSING) is not old:
+                    found = found or f"{cls.__name__}.{name}"
+                    type.__delattr__(cls, name) if old is MISSING else type.__setattr__(cls, name, old)
+        return found
+
+    def places(self, codes: Iterable[CodeType]) -> Iterator[tuple[Place, Any]]:
+        """The attributes that functions of these ``codes`` may have read, with their values."""
+        names = {name for code in codes for name in code.co_names}
+        for cls, attributes in self._before.items():
+            for name in sorted(names & attributes.keys()):
+                yield Place("attribute", cls, name, f"{cls.__name__}.{name}"), attributes[name]
+
+
+def _is_users(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    return file is not None and is_user_file(file)
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if not name.startswith("__")}
