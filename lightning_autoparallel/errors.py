@@ -31,7 +31,12 @@ class RanksDifferError(ConfigError):
 
 
 class OtherRankError(AutoParallelError):
-    """Another rank has stopped, or has come to another place of the step, where this one cannot go on alone."""
+    """Another rank has stopped, or has come to another place of the step, where this one cannot go on alone.
+
+    ``places`` say, by rank, where ranks are.
+    """
+
+    places: tuple[object, ...] = ()
 
 
 class UnsupportedOpError(AutoParallelError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,21 +26,32 @@ class Layout(Protocol):
     def distribute(self, local: Tensor) -> DTensor: ...
 
 
+class Backwards(Protocol):
+    """Who has ranks agree before a backward: a rank without gradients joins those that have some."""
+
+    def add(self, join: Callable[[], None]) -> int: ...
+    def reach(self, number: int, run: Callable[[bool], Any]) -> Any: ...
+
+
 def run_step(
-    step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None], again: Again | None = None
+    step: CompiledStep,
+    inputs: Sequence[Tensor],
+    layouts: Sequence[Layout | None],
+    again: Again | None = None,
+    backwards: Backwards | None = None,
 ) -> list[Tensor]:
     """The step's outputs that are no gradients, in order; differentiable ones carry a graph to the parameters.
 
     ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``layouts``
     has an entry for each of them, None for what is no sharded parameter. ``again`` computes the results under autograd,
-    where their gradients are to be differentiated again.
+    where their gradients are to be differentiated again. ``backwards`` is asked where some ranks may have none.
     """
     if step.backward is None or not torch.is_grad_enabled():
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
         with _autocast_off(everything):
             return list(step.forward(everything))[: _results(step)]
-    return list(_StepFunction.apply(step, layouts, again, *inputs))  # type: ignore[no-untyped-call]
+    return list(_StepFunction.apply(step, layouts, again, backwards, *inputs))  # type: ignore[no-untyped-call]
 
 
 def _results(step: CompiledStep) -> int:
@@ -55,7 +67,12 @@ def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
 class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: CompiledStep, layouts: Sequence[Layout | None], again: Again | None, *inputs: Tensor
+        ctx: Any,
+        step: CompiledStep,
+        layouts: Sequence[Layout | None],
+        again: Again | None,
+        backwards: Backwards | None,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
         everything += step.constants
@@ -75,23 +92,49 @@ class _StepFunction(torch.autograd.Function):
         differentiable = _differentiable(step)
         ctx.differentiable = differentiable
         ctx.mark_non_differentiable(*(result for i, result in enumerate(results) if i not in differentiable))
+        ctx.backwards, ctx.parameters = backwards, [isinstance(tensor, DTensor) and tensor for tensor in inputs]
+        ctx.number = None if backwards is None else backwards.add(partial(_join, ctx))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        tangents = []
         if torch.is_grad_enabled() and active_fake_mode() is None:
             axes = _check_again(ctx.step, ctx.again)
-            return None, None, None, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
-        for i in ctx.differentiable:
-            shape, dtype, device = ctx.shapes[i]
-            gradient = gradients[i]
-            tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
-        arguments = [*ctx.saved_tensors, *_laid_out(ctx.step, tangents)]
+            return *_NO_TENSORS, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
+        if ctx.backwards is None:
+            return *_NO_TENSORS, *_run_backward(ctx, gradients, last=True)
+        return *_NO_TENSORS, *ctx.backwards.reach(ctx.number, partial(_run_backward, ctx, gradients))
+
+
+_NO_TENSORS = (None,) * 4  # the first arguments of _StepFunction.forward
+
+
+def _run_backward(ctx: Any, gradients: Sequence[Tensor | None], last: bool) -> list[Tensor | None]:
+    """The gradients of a step's inputs; unless it is the ``last`` time, what was saved for it stays."""
+    tangents = []
+    for i in ctx.differentiable:
+        shape, dtype, device = ctx.shapes[i]
+        gradient = gradients[i]
+        tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+    saved = ctx.kept if hasattr(ctx, "kept") else ctx.saved_tensors
+    arguments = [*saved, *_laid_out(ctx.step, tangents)]
+    if last:
         release_saved_tensors(ctx)
-        with _autocast_off(arguments):
-            produced = _distinct(list(ctx.step.backward(arguments)))
-        return None, None, None, *_by_input(ctx.step, ctx.layouts, ctx.count, produced)
+    else:
+        ctx.kept = saved  # autograd lets go of its own when the node is done
+    del saved
+    with _autocast_off(arguments):
+        produced = _distinct(list(ctx.step.backward(arguments)))
+    return _by_input(ctx.step, ctx.layouts, ctx.count, produced)
+
+
+def _join(ctx: Any) -> None:
+    """Run the backward for other ranks: this rank's part of the gradients is zero, its shard of their mean is not."""
+    with torch.no_grad():
+        found = _run_backward(ctx, [None] * len(ctx.shapes), last=False)
+        for parameter, gradient in zip(ctx.parameters, found, strict=True):
+            if isinstance(parameter, DTensor) and gradient is not None and parameter.requires_grad:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str]) -> Tensor:

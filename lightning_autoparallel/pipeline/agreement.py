@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -73,6 +73,14 @@ class ControlGroup:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """For each of as many flags on every rank whether some rank has set it."""
+        if self._alone or not flags:
+            return list(flags)
+        found = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in found.tolist()]
+
     def raise_together(self, error: Exception | None, at: str = "") -> None:
         """Raise on all ranks if any has an error: its own, or the first other rank's.
 
@@ -91,7 +99,7 @@ class ControlGroup:
             raise error
         places = self.gather(at if error is None else Stopped(_message(error), _kind(error)))
         if error is None:
-            other = _other_place(places)
+            other = other_place(places)
             raise other if at else _first_error(places)
         alone = not all(isinstance(place, Stopped) for place in places)
         if alone and not at and not isinstance(error, AutoParallelError):
@@ -117,16 +125,18 @@ def _kind(error: Exception) -> type[AutoParallelError]:
     return type(error) if isinstance(error, AutoParallelError) else CaptureError
 
 
-def _other_place(places: list[Any]) -> OtherRankError:
+def other_place(places: list[Any]) -> OtherRankError:
     """The error of a rank that finds others in another place than its own: one has stopped, or runs other code."""
     for rank, place in enumerate(places):
         if isinstance(place, Stopped):
             return OtherRankError(f"rank {rank} stopped: {place.message}")
     shown = ", ".join(f"rank {rank} at {getattr(place, 'name', place)!r}" for rank, place in enumerate(places))
-    return OtherRankError(
+    error = OtherRankError(
         f"ranks have come to different places of a step: {shown}; every rank must call the same modules in the same "
         "order, and skip the same batches"
     )
+    error.places = tuple(places)
+    return error
 
 
 def _same_place(everyone: list[Any]) -> list[StepIdentity]:
@@ -136,7 +146,7 @@ def _same_place(everyone: list[Any]) -> list[StepIdentity]:
         OtherRankError: one of them is about to do something else.
     """
     if not all(isinstance(place, StepIdentity) for place in everyone):
-        raise _other_place(everyone)
+        raise other_place(everyone)
     return everyone
 
 
@@ -182,7 +192,7 @@ def check_same_call(control: ControlGroup, mine: StepIdentity) -> None:
     everyone = _same_place(control.gather(mine))
     first = everyone[0]
     if any(theirs.name != first.name for theirs in everyone):
-        raise _other_place(everyone)
+        raise other_place(everyone)
     for rank, theirs in enumerate(everyone):
         if (theirs.batch, theirs.values) != (first.batch, first.values):
             raise RanksDifferError(

@@ -54,6 +54,7 @@ from lightning_autoparallel.pipeline.agreement import (
     check_same_rows,
     check_same_step,
 )
+from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import (
     call_state,
     named_state,
@@ -88,6 +89,7 @@ class StepEngine:
     replacements: Replacements = field(default_factory=Replacements)
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
+    backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
     _modes: ModuleStates | None = None
     _checked: Any = None  # what the module was made of when its parameters were looked at
     _structures: dict[str, Structures] = field(default_factory=dict)  # of module calls, by path

@@ -16,6 +16,7 @@ from lightning_autoparallel.errors import (
     BrokenGraphError,
     CaptureError,
     ConfigError,
+    OtherRankError,
     RanksDifferError,
     TooManyCapturesError,
     UnsupportedOpError,
@@ -61,8 +62,10 @@ class ModuleCalls:
         self._paths = _captured_paths(engine.module, names)
         self._eager: set[str] = set()  # modules whose own code runs, and may call captured ones
         self._never: set[str] = set()  # those that call none either
+        self._said: set[str] = set()
         self._inside = False
-        self.parameters = WholeParameters(engine.context.mesh)
+        self.parameters = WholeParameters(engine.module, engine.context.mesh, engine.context.control)
+        engine.backwards = self.parameters.backwards
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -91,8 +94,13 @@ class ModuleCalls:
             with self.eager(), self.parameters.paused():
                 call = self._host.module_call(path, module)
                 result = self._engine.execute(call, (args, kwargs), self._host.counters())
+        except OtherRankError as elsewhere:
+            if not self.parameters.take_part(elsewhere.places):
+                raise
+            self._say(path, "runs uncaptured where only some ranks call it: all have gathered it")
+            return self._run_eagerly(original, module, args, kwargs)
         except RanksDifferError as difference:
-            self._host.warn(f"{self._shown(path)} runs uncaptured where {difference}")
+            self._say(path, f"runs uncaptured where {difference}")
             return self._run_eagerly(original, module, args, kwargs)
         except TooManyCapturesError as error:
             # Its parts would meet as many kinds of arguments.
@@ -110,6 +118,12 @@ class ModuleCalls:
     def _run_eagerly(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.eager():
             return original(module, *args, **kwargs)
+
+    def _say(self, path: str, message: str) -> None:
+        """Once for each module."""
+        if path not in self._said:
+            self._said.add(path)
+            self._host.warn(f"{self._shown(path)} {message}")
 
     def _shown(self, path: str) -> str:
         return f"module '{path}'" if path else type(self._engine.module).__name__

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.step_calls import Around, StepCall, StepResult, Variant, static_leaves
@@ -41,7 +42,8 @@ class ReadyStep:
         parameters, buffers = self._state()
         inputs = [*parameters, *buffers.values(), *self._given(numbers)]
         with self.engine.seeded(self.variant.step), around():
-            results = run_step(self.variant.at_this_step(), inputs, self.variant.layouts, self._again())
+            step, layouts = self.variant.at_this_step(), self.variant.layouts
+            results = run_step(step, inputs, layouts, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         logged = len(effects) - len(state.writes.tensors)
         state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)
@@ -54,6 +56,10 @@ class ReadyStep:
             step=self.variant.step,
             numbers=numbers,
         )
+
+    @property
+    def _backwards(self) -> BackwardCalls | None:
+        return self.engine.backwards if self.call.local else None
 
     @property
     def _tensors(self) -> list[Tensor]:

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
+from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
+from lightning_autoparallel.pipeline.owed_gradients import OwedGradients, cut_like, mean_over_shards
 from lightning_autoparallel.torch_compat.interception import without_function_modes
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
@@ -31,14 +33,12 @@ _OF_THE_TENSOR_ITSELF = {
     "__deepcopy__",
     "__reduce_ex__",
     "_is_view",
-    "backward",
     "data_ptr",
     "detach",
     "detach_",
     "dim",
     "element_size",
     "get_device",
-    "grad",
     "is_complex",
     "is_contiguous",
     "is_floating_point",
@@ -55,6 +55,8 @@ _OF_THE_TENSOR_ITSELF = {
     "stride",
     "untyped_storage",
 }
+_COMPUTED = {"T", "mT", "H", "mH", "real", "imag"}  # properties that are a tensor of their own
+_PARAMETER = "parameter "
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _MANY_AT_ONCE = ("_foreach_", "_fused_")  # of optimizers, which know what DTensors are
 # In place and element by element: each rank does its part of them.
@@ -79,24 +81,46 @@ class _Gathered:
 
 
 class WholeParameters(TorchFunctionMode):
-    """A torch function mode, open while eager code runs; every rank must run the same code.
+    """A torch function mode, open while eager code of ``module`` runs.
 
     A parameter is gathered once between two changes of it. What is written into a whole tensor, by a view of it say, is
-    written into the shards before anybody reads them. Nothing is done while it is ``paused``.
+    written into the shards before anybody reads them. Ranks agree on each gather: where they come to different ones,
+    or only some to any, all of them take part in each. Gradients reach the shards when a backward has ended.
+    Nothing is done while it is paused.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, control: ControlGroup) -> None:
         super().__init__()
-        self._mesh = mesh
+        self._module, self._mesh, self._control = module, mesh, control
         self._paused = False
         self._wholes: dict[Any, _Gathered] = {}
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
+        self._names: dict[Any, str] = {}  # parameters by their memory
+        self._owed = OwedGradients(mesh, control)
+        self.backwards = BackwardCalls(control)
 
     def __exit__(self, *error: Any) -> None:
         self.forget()
         super().__exit__(*error)
 
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """For code that knows what DTensors are, and may change them: optimizers, the engine."""
+    def start(self) -> None:
+        """Another step begins: of an earlier one nothing is differentiated any more."""
+        self.forget()
+        self._owed.clear()
+        self.backwards.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For code that knows what DTensors are and leaves parameters as they are: the engine's."""
+        self._write_back()
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        """For code that knows what DTensors are and changes them: optimizers."""
         return self._set(True)
 
     def resumed(self) -> contextlib.AbstractContextManager[None]:
@@ -117,12 +141,13 @@ class WholeParameters(TorchFunctionMode):
         """Parameters change, or nobody needs them whole any more."""
         self._write_back()
         self._wholes.clear()
+        self._leaves.clear()
 
     def _write_back(self) -> None:
         changed = [(key, gathered) for key, gathered in self._wholes.items() if gathered.is_changed]
         for key, gathered in changed:
             with without_function_modes(), torch.no_grad():
-                gathered.source.detach().copy_(_cut_like(gathered.whole, gathered.source))
+                gathered.source.detach().copy_(cut_like(gathered.whole, gathered.source))
             self._wholes[key] = replace(gathered, version=gathered.whole._version)
             self._drop_other_wholes(key)
 
@@ -135,37 +160,99 @@ class WholeParameters(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "backward" and not self._paused:
+            return self._backward(func, args, kwargs)
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
+            return func(*map(self._whole_of, args))
         if name in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         if name == "__set__":
             return self._assign(func, *args)
+        if name == "grad":
+            return self._owed.gradients(func, args, kwargs)
         if name.startswith(_MANY_AT_ONCE):
             return self._many(func, name, args, kwargs)
         if _changes_first(name) and _has_dtensor(args[:1]):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
 
+    def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._owed.backward(func, args, kwargs)
+        self.backwards.end()
+        self._owed.settle()
+
     def _whole_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         self._write_back()
         is_followed = torch.is_grad_enabled() and leaf.requires_grad
-        if is_followed and not isinstance(leaf, nn.Parameter):
-            return self._gather(leaf)
+        if not is_followed:
+            return self._gathered(leaf).whole
+        while id(leaf) not in self._leaves:
+            if self._agree(self._place(leaf)):
+                if not isinstance(leaf, nn.Parameter):
+                    return self._gather(leaf)
+                self._lend(leaf)  # type: ignore[arg-type]
+        return self._leaves[id(leaf)][1]
+
+    def _gathered(self, tensor: DTensor) -> _Gathered:
+        """The whole of it, gathered if need be; every rank takes part in that."""
+        while (key := _memory(tensor)) not in self._wholes:
+            if self._agree(self._place(tensor)):
+                self._lend(tensor)
+        return self._wholes[key]
+
+    def _lend(self, tensor: DTensor) -> None:
+        """Gather it, on all ranks, which follow it alike."""
         with torch.no_grad():
-            local = leaf.to_local()
-        # The storage's own identity: a rank may hold nothing of several parameters, all at address 0.
-        memory = local.untyped_storage()._cdata
-        key = (memory, local.storage_offset(), tuple(leaf.shape), leaf.placements, id(leaf) if is_followed else None)
-        if key not in self._wholes:
-            whole = self._gather(leaf)
-            # Autograd guards what it follows; in inference mode nothing is counted.
-            counts = not is_followed and not torch.is_inference_mode_enabled()
-            self._wholes[key] = _Gathered(leaf, whole, whole._version if counts else None)
-        return self._wholes[key].whole
+            whole = self._gather(tensor)
+        counts = not torch.is_inference_mode_enabled()  # where nothing counts changes
+        self._wholes[_memory(tensor)] = _Gathered(tensor, whole, whole._version if counts else None)
+        name = self._name_of(tensor)
+        parameter = tensor if name is None else self._module.get_parameter(name)
+        if counts and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            self._leaves[id(parameter)] = parameter, self._owed.leaf(parameter, whole)  # type: ignore[arg-type]
+
+    def _place(self, tensor: DTensor) -> str:
+        name = self._name_of(tensor)
+        return f"{_PARAMETER}{name}" if name else f"a tensor of shape {list(tensor.shape)}"
+
+    def _name_of(self, tensor: DTensor) -> str | None:
+        """The parameter that lies in the tensor's memory."""
+        memory = _memory(tensor)[:-1]
+        if memory not in self._names:
+            named = self._module.named_parameters()
+            self._names = {_memory(p)[:-1]: name for name, p in named if isinstance(p, DTensor)}
+        return self._names.get(memory)
+
+    def _agree(self, place: str) -> bool:
+        """Whether all ranks are here; where they are not, but could go on, each has now what any of them came for.
+
+        Raises:
+            OtherRankError: they cannot go on.
+        """
+        if self._control.agrees(place):
+            return True
+        places = self._control.gather(place)
+        if not self.take_part(places):
+            raise other_place(places)
+        return False
+
+    def take_part(self, places: Sequence[Any]) -> bool:
+        """Gather what other ranks are about to compute with alone; False if there is nothing that would help them."""
+        names = dict.fromkeys(name for place in places for name in self._wanted(place))
+        for name in names:
+            self._lend(self._module.get_parameter(name))  # type: ignore[arg-type]
+        return bool(names)
+
+    def _wanted(self, place: Any) -> list[str]:
+        if isinstance(place, StepIdentity) and ":" in place.name:
+            path = place.name.partition(":")[2].removesuffix(":inference")
+            return [f"{path}.{name}".strip(".") for name, _ in self._module.get_submodule(path).named_parameters()]
+        return [place.removeprefix(_PARAMETER)] if str(place).startswith(_PARAMETER) else []
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return _Whole.apply(tensor, self._mesh)  # type: ignore[no-any-return, no-untyped-call]
@@ -174,7 +261,7 @@ class WholeParameters(TorchFunctionMode):
         """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
         self.forget()
         if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            value = _cut_like(value, target)
+            value = cut_like(value, target)
         elif isinstance(value, DTensor) and not isinstance(target, DTensor):
             value = self._whole_of(value)
         if func == _SET_DATA and isinstance(target, DTensor):
@@ -191,6 +278,7 @@ class WholeParameters(TorchFunctionMode):
             return self._changed(func, name, args, kwargs)
         finally:
             self._wholes.clear()  # gathered for this call, some of them before the change
+            self._leaves.clear()
 
     def _many(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of lists of tensors: one of shards alone is torch's own matter, one of both gets whole ones.
@@ -217,13 +305,13 @@ class WholeParameters(TorchFunctionMode):
 
             def cut(leaf: Any) -> Any:
                 is_whole = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
-                return _cut_like(leaf, target) if is_whole else leaf
+                return cut_like(leaf, target) if is_whole else leaf
 
             return func(*tree_map(cut, args), **tree_map(cut, kwargs))
         whole = self._gather(target.detach())
         func(whole, *tree_map(self._whole_of, args[1:]), **tree_map(self._whole_of, kwargs))
         with torch.no_grad():
-            target.copy_(_cut_like(whole, target))
+            target.copy_(cut_like(whole, target))
         return target
 
 
@@ -240,22 +328,21 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        mesh: ParallelMesh = ctx.mesh
-        mean = gradient.contiguous().clone()
-        if mesh.data_parallel_size > 1:
-            dist.all_reduce(mean, group=mesh.submesh(mesh.data_parallel_axes).get_group())
-            mean /= mesh.data_parallel_size
-        return _cut_like(mean, ctx.like), None
+        return cut_like(mean_over_shards(gradient, ctx.mesh), ctx.like), None
+
+
+def _memory(tensor: DTensor) -> Any:
+    """What tells tensors apart that hold the same."""
+    with torch.no_grad():
+        local = tensor.to_local()
+    # The storage's own identity: a rank may hold nothing of several parameters, all at address 0.
+    memory = local.untyped_storage()._cdata
+    inference = torch.is_inference_mode_enabled()
+    return memory, local.storage_offset(), tuple(tensor.shape), tensor.placements, inference
 
 
 def _shares_memory(whole: Tensor, tensor: DTensor) -> bool:
     return whole.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
-
-
-def _cut_like(whole: Tensor, like: DTensor) -> DTensor:
-    """Each rank's part of a tensor that all of them hold; nothing is sent."""
-    local = whole.detach().to(like.device)
-    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _has_dtensor(values: Sequence[Any]) -> bool:

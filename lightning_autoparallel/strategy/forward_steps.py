@@ -50,6 +50,7 @@ class ForwardSteps:
             AutoParallelError: another rank raised, called other modules, or alone skips the batch (None).
         """
         self._step, self._counters = name, counters
+        self.calls.parameters.start()
         self._scopes.join_rows(self._module)
         self._buffers.share()
         plugin = self._trainer.precision_plugin
@@ -68,9 +69,13 @@ class ForwardSteps:
     def _end(self, name: str, output: Any, error: Exception | None) -> None:
         """Ranks end a step together: the backward of those that go on would wait for the others for ever."""
         skips = name == "training_step" and self._module.automatic_optimization and output is None
-        self._engine.context.control.raise_together(
-            error, f"the end of {name}{', skipping the batch' if skips else ''}"
-        )
+        place = f"the end of {name}{', skipping the batch' if skips else ''}"
+        while True:
+            try:
+                return self._engine.context.control.raise_together(error, place)
+            except OtherRankError as elsewhere:
+                if elsewhere is error or not self.calls.parameters.take_part(elsewhere.places):
+                    raise
 
     def module_call(self, path: str, module: nn.Module) -> StepCall:
         """The call of one submodule, captured on this rank's rows."""

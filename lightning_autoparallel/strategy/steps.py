@@ -98,7 +98,7 @@ class LightningSteps:
 
     def optimizing(self) -> contextlib.AbstractContextManager[None]:
         """Around a step of an optimizer."""
-        return contextlib.nullcontext() if self._forward is None else self._forward.calls.parameters.paused()
+        return contextlib.nullcontext() if self._forward is None else self._forward.calls.parameters.changing()
 
     def closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """An optimizer's closure, which runs code of the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
+from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from tests.worlds import Worlds
 
@@ -105,7 +107,7 @@ def _sharded(world: int, sharded: bool) -> tuple[nn.Module, WholeParameters]:
     for name, parameter in list(module.named_parameters()):
         placements = [Shard(0) if sharded else Replicate()]
         setattr(module, name, nn.Parameter(distribute_tensor(parameter.data, mesh.device_mesh, placements)))
-    return module, WholeParameters(mesh)
+    return module, WholeParameters(module, mesh, ControlGroup(timedelta(seconds=60)))
 
 
 def changed(index: int, sharded: bool) -> dict[str, Tensor]:
