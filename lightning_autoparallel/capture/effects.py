@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_autoparallel.capture.plain import same_key
+
 _CONTAINERS = (list, dict, set)
 
 
@@ -84,5 +86,5 @@ def _unchanged(container: Any, before: Any) -> bool:
         return bool(now == before)
     items = [[*kept.items()] if isinstance(kept, dict) else [*enumerate(kept)] for kept in (now, before)]
     return len(items[0]) == len(items[1]) and all(
-        name == other and value is old for (name, value), (other, old) in zip(*items, strict=True)
+        same_key(name, other) and value is old for (name, value), (other, old) in zip(*items, strict=True)
     )

@@ -88,6 +88,11 @@ def is_fixed(value: Any) -> bool:
     return isinstance(value, _FIXED)
 
 
+def same_key(one: Any, other: Any) -> bool:
+    """Whether two keys are one: tensors by identity."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
+
+
 def equal(one: Any, other: Any) -> bool:
     """Whether two values are the same object, or plain, of one type and equal."""
     if one is other:
@@ -122,7 +127,7 @@ class Frozen:
         if self.parts is None:
             return None if equal(self.value, now) else ((), self.value, now)
         parts = contents(now) if type(now) is self.kind else None
-        if parts is None or list(parts) != list(self.parts):
+        if parts is None or len(parts) != len(self.parts) or not all(map(same_key, parts, self.parts)):
             return (), f"{self.kind.__name__} of {len(self.parts)}", shown(now)
         for key, part in self.parts.items():
             found = part.difference(parts[key])

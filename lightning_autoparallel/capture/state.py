@@ -38,6 +38,7 @@ _OF_BACKWARD: dict[Any, str] = {
     _GRADIENT: "sets the gradient",
 }
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+_OF_MEMORY = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
 _VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
@@ -145,6 +146,7 @@ class StepState:
         what = _OF_BACKWARD.get(function)
         what = "sets requires_grad" if name == "requires_grad_" and id(tensor) in self.inputs else what
         what = "hangs a hook into the backward" if name in _HOOKS else what
+        what = "asks for the memory" if name in _OF_MEMORY else what
         if what is not None:
             raise self.watcher.refuse(f"{user_line()} {what} of a tensor: it would happen at capture only")
         if writes_in_place(name):

@@ -248,9 +248,7 @@ class Watched:
         return _applied(self._watcher, "round", round, (self,) if digits is None else (self, digits))
 
     def __format__(self, spec: str) -> str:
-        raise self._watcher.refuse(
-            f"{user_line()} makes text of {self._text}, a number of the step: the text would stay that of one step"
-        )
+        return str(self._decided(f"text of {self._text}", lambda number: format(number, spec)))
 
     __str__ = __repr__ = lambda self: format(self, "")
 

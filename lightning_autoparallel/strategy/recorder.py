@@ -219,8 +219,8 @@ class LightningEffects:
                 mock.patch.object(owner, "print", lambda _, *args, **kwargs: noticed_print(*args))
                 for owner in (LightningModule, Trainer)
             ),
-            mock.patch.object(LightningModule, "logger", logger),
-            mock.patch.object(LightningModule, "loggers", loggers),
+            *(mock.patch.object(owner, "logger", logger) for owner in (LightningModule, Trainer)),
+            *(mock.patch.object(owner, "loggers", loggers) for owner in (LightningModule, Trainer)),
         ]
 
     def _only_at_capture(self, message: str) -> None:

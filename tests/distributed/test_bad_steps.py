@@ -81,7 +81,7 @@ CASES = [
     (BranchesOnTensor, "reads a tensor's value (if loss > 1:  # here); use torch.where or log the tensor"),
     (SelectsByValue, "makes a shape that depends on a tensor's values"),
     (AsksForTheRank, "asks for the ranks (torch.distributed.get_rank): a captured step is one program"),
-    (NamesByBatchIndex, "makes text of batch_idx, a number of the step"),
+    (NamesByBatchIndex, "decides by `text of batch_idx` differently at nearly every step"),
 ]
 
 

@@ -105,12 +105,14 @@ def test_it_says_that_it_is_a_number():
 
 
 @pytest.mark.parametrize("show", [str, repr, "{:03d}".format, "{}".format])
-def test_a_text_of_a_number_is_refused(show):
+def test_a_text_of_a_number_is_a_decision(show):
     """Nothing could make it again at a real step."""
-    watcher = Watcher({"i": 4})
-    with pytest.raises(CaptureError, match=rf"{HERE}:\d+ makes text of \(i \+ 1\), a number of the step"):
-        show(watcher.value("i") + 1)
-    assert watcher.refusal is not None
+    watcher = Watcher({"i": 4, "batch_idx": 0})
+    assert show(watcher.value("i") + 1) == show(5)
+    (guard,) = watcher.guards
+    assert guard.exact and not guard.holds({"i": 5}) and guard.holds({"i": 4})
+    with pytest.raises(CaptureError, match=rf"{HERE}:\d+ decides by `text of batch_idx` differently at nearly every"):
+        show(watcher.value("batch_idx"))
 
 
 def test_a_decision_that_each_step_takes_otherwise_is_refused_at_once():
