@@ -119,6 +119,7 @@ class _Step(nn.Module):
             self.state.watcher.vector = given.pop()
         given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
         leaves = _merge(self._static_leaves(request), tuple(given))
+        self.state.writes.local = request.local
         self.state.inputs = {id(tensor) for tensor in state.values()}
         with self._undone(request), request.effects.recording():
             buffers = {name: state[name] for name in request.buffers}

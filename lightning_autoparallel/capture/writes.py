@@ -46,6 +46,7 @@ class StateWrites:
     """The writes of one run: ``collect`` while they are in place, ``replay`` at each real step."""
 
     reads: StateReads
+    local: bool = False  # of a module call: what follows it may differentiate what it keeps
     tensors: list[Tensor] = field(default_factory=list)
     _writes: list[_Write] = field(default_factory=list)
     _leaves: tuple[int, ...] = ()
@@ -89,6 +90,11 @@ class StateWrites:
 
     def _keep(self, leaf: Any, place: Place, line: str) -> Any:
         if isinstance(leaf, Tensor) and not is_real(leaf) and type(leaf) is not nn.Parameter:
+            if self.local and leaf.requires_grad:
+                raise CaptureError(
+                    f"{line} keeps a tensor that carries a gradient in {place.text}, which only the module's own code "
+                    "can: what follows its call may differentiate it"
+                )
             self.tensors.append(leaf.detach())
             return _Slot(len(self.tensors) - 1)
         if type(leaf) in (Watched, Unread) or is_plain(leaf) or is_fixed(leaf) or leaf is MISSING:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.errors import (
     BrokenGraphError,
@@ -24,7 +25,7 @@ from lightning_autoparallel.errors import (
 )
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
-from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
+from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls, is_transformed
 
 # What says that one call cannot be captured; other errors are the user's to mend. A pass that leaves a broken graph is
 # at fault itself: training goes on without it, and the warning names it.
@@ -88,6 +89,8 @@ class ModuleCalls:
         if self._inside or known is None or known[0] in self._eager:
             return original(module, *args, **kwargs)
         path = known[0]
+        if is_transformed() or not all(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            return self._run_eagerly(original, module, args, kwargs)  # torch.func puts other tensors into it
         if path in self._never:
             return self._run_eagerly(original, module, args, kwargs)
         try:

@@ -19,11 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.owed_gradients import OwedGradients, cut_like, mean_over_shards
-from lightning_autoparallel.torch_compat.interception import without_function_modes
+from lightning_autoparallel.torch_compat.interception import is_wrapped, without_function_modes, without_transforms
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 # Questions about a tensor, ways to its own memory, and autograd's functions: they are asked of the DTensor itself.
@@ -187,6 +189,15 @@ class WholeParameters(TorchFunctionMode):
     def _whole_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
+        if is_wrapped(leaf):
+            raise CaptureError(
+                f"{user_line()} transforms (torch.func) a function of parameters that lie in shards: give it whole "
+                "ones, {name: p.detach().clone() for name, p in module.named_parameters()}"
+            )
+        with without_transforms():
+            return self._whole_tensor(leaf)
+
+    def _whole_tensor(self, leaf: DTensor) -> Tensor:
         self._write_back()
         is_followed = torch.is_grad_enabled() and leaf.requires_grad
         if not is_followed:

@@ -8,7 +8,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 Original = Callable[..., Any]
 Handler = Callable[[Original, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -32,3 +33,18 @@ def intercepted_calls(handle: Handler) -> Iterator[None]:
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     """Inside, torch functions are called as they are, whatever modes are open."""
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work (``vmap``, ``grad``): tensors are wrapped then."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of ``torch.func`` has wrapped this tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def without_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no transform of ``torch.func`` is at work."""
+    return temporarily_clear_interpreter_stack()  # type: ignore[no-any-return, no-untyped-call]
