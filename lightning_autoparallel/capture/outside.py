@@ -104,9 +104,9 @@ def asked_in_python(frame: FrameType) -> str | None:
 
 
 def _is_machinery(caller: FrameType) -> bool:
-    """Whether torch or the engine asks, not the step."""
+    """Whether torch, the engine or Lightning's precision asks, not the step."""
     name = str(caller.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    return ".plugins.precision" in name or name.partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
 @cache
