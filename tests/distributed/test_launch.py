@@ -95,7 +95,10 @@ def check_steps(output: str) -> None:
     assert "autoparallel: mesh {dp_shard: 2}" in output
 
 
-@pytest.mark.parametrize(("launcher", "strategy"), [("torchrun", "by object"), ("lightning", "by name")])
+@pytest.mark.parametrize(
+    ("launcher", "strategy"),
+    [pytest.param("torchrun", "by object", marks=pytest.mark.matrix), ("lightning", "by name")],
+)
 def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
     script = script_in(tmp_path, strategy, devices=2, nodes=1)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port())]

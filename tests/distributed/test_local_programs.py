@@ -139,7 +139,7 @@ def check_step(mesh: Mapping[str, int], plan: Any, compile: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_a_step_of_module_calls(size, plan, worlds: Worlds) -> None:
     worlds(size).run(check_step, MESHES[size], plan, False)
 

@@ -129,7 +129,7 @@ class CachedCasts(Mixed):
     ("kind", "mesh", "first", "tolerance"),
     [
         (Mixed, MESH, 1e-6, 2e-3),
-        (Mixed, TWO_BY_TWO, 1e-6, 2e-3),
+        pytest.param(Mixed, TWO_BY_TWO, 1e-6, 2e-3, marks=pytest.mark.matrix),
         (MixedReplicated, MESH, 1e-6, 2e-3),
         (MixedWithBiases, MESH, 1e-6, 4e-3),
         pytest.param(MixedCompiled, MESH, 2e-3, 4e-3, marks=pytest.mark.matrix),  # Inductor rounds less often

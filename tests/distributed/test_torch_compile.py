@@ -86,7 +86,8 @@ def trained_both_ways(compile: bool) -> tuple[Any, Any, list[str]]:
     return expected, actual, told
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("compile", [False, True])
 def test_it_trains_as_the_module_alone(compile: bool, worlds: Worlds) -> None:
     """And, interpreted, a batch that was not prepared is refused on all ranks."""
     for alone, called, told in worlds(2).run(trained_both_ways, compile):

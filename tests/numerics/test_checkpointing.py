@@ -46,7 +46,7 @@ def train(axis: str) -> dict[str, tuple[list[float], int]]:
     return found
 
 
-@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+@pytest.mark.parametrize("axis", ["dp_shard", pytest.param("tp", marks=pytest.mark.matrix)])
 def test_policies_train_alike_and_save_less(axis: str, worlds: Worlds):
     found = worlds(2).run(train, axis)[0]
     losses, saved = zip(*(found[policy] for policy in POLICIES), strict=True)

@@ -38,6 +38,7 @@ def test_llama_trains_as_with_whole_collectives(worlds: Worlds):
         _check(results, 2, ["swizzle"])
 
 
+@pytest.mark.matrix
 def test_torch_compile_traces_through_transfers(worlds: Worlds):
     for plain, compiled in worlds(2).run(traced):
         assert compiled == plain

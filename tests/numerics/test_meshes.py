@@ -10,6 +10,7 @@ from tests.numerics.combinations import Settings, every, in_turn, pairs
 from tests.numerics.compare import case_of, check_case
 from tests.numerics.rules import RULES
 from tests.numerics.training import Case
+from tests.tiers import tiered
 from tests.worlds import Worlds
 
 # A plan without rules would leave tp idle, which is refused; rules may name tp only.
@@ -65,6 +66,7 @@ def _case(settings: Settings, **more: Any) -> Case:
 
 
 COVERING = list(map(_case, _covering()))
+LARGE = {"transformer32", "hf_llama", "hf_gpt2"}
 EVERYWHERE = [
     case_of("llama3", mesh=(("tp", 2),), plan="rules", compile=True),
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
@@ -74,7 +76,7 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize("case", tiered(COVERING, lambda case: case.model not in LARGE), ids=str)
 def test_training_equals_one_device(case: Case, worlds: Worlds) -> None:
     check_case(case, worlds)
 

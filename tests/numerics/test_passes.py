@@ -16,6 +16,7 @@ import torch
 from lightning_autoparallel.passes import all_passes
 from tests.numerics.combinations import covering_switches
 from tests.numerics.passes import STEPS, Judgement, Place, Switches, judge, store_chained_plan
+from tests.tiers import tiered
 from tests.worlds import Worlds
 
 JOB_TIMEOUT_S = 400
@@ -105,11 +106,12 @@ def _name(value: Place | Switches) -> str:
     return passes + "-small" * (value.bucket_mb is not None) + "-compiled" * value.compile
 
 
-@pytest.mark.parametrize(("place", "switches"), COVERING, ids=_name)
+@pytest.mark.parametrize(("place", "switches"), tiered(COVERING, lambda case: case[0] in (FSDP, TP)), ids=_name)
 def test_passes_change_no_numbers(place: Place, switches: Switches, judged: Judge):
     _check(judged, place, switches)
 
 
+@pytest.mark.matrix
 def test_every_pass_has_something_to_do(judged: Judge):
     """Where a pass changes nothing, switching it off shows nothing."""
     assert frozenset().union(*(judged(*case)[0].changed for case in COVERING)) == set(NAMES)

@@ -10,6 +10,7 @@ from tests.numerics.combinations import every, pairs
 from tests.numerics.compare import case_of, check_case
 from tests.numerics.models import MODELS
 from tests.numerics.training import Case
+from tests.tiers import tiered
 from tests.worlds import Worlds
 
 ONE, TWO, TWO_BY_TWO = (("dp_shard", 1),), (("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2))
@@ -37,6 +38,9 @@ def _compiled() -> list[Case]:
     return [*adamw, case_of("convnet", mesh=TWO, plan="ddp", optimizer="sgd", compile=True)]
 
 
+LARGE = {"transformer32", "hf_llama", "hf_gpt2"}  # in the matrix only
+
+
 def _covering() -> list[Case]:
     """Every model once and every pair of the other settings; `test_meshes.py` has every model on a mesh again."""
     cases = [case_of(model, **settings) for model, settings in zip(MODELS, itertools.cycle(every(SETTINGS)))]
@@ -46,7 +50,7 @@ def _covering() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("case", _covering(), ids=str)
+@pytest.mark.parametrize("case", tiered(_covering(), lambda case: case.model not in LARGE), ids=str)
 def test_training_equals_one_device(case: Case, worlds: Worlds) -> None:
     check_case(case, worlds)
 

@@ -6,6 +6,7 @@ A case passes if it equals the oracle that its reported mode promises. One that 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -50,24 +51,30 @@ def ddp(worlds: Worlds) -> Oracle:
     return outcomes
 
 
-def cases(is_default: Callable[[type], bool], is_meant: Callable[[type], bool] = lambda kind: True) -> list[Any]:
-    """The cases as parameters, those outside of the default tier with the marks of the matrix."""
+def cases(
+    is_quick: Callable[[type], bool], of_each: int, is_meant: Callable[[type], bool] = lambda kind: True
+) -> list[Any]:
+    """The cases as parameters: the first quick ones ``of_each`` file in the default tier, the others in the matrix."""
     matrix = (pytest.mark.matrix, pytest.mark.semantics)
-    return [
-        pytest.param(name, marks=(pytest.mark.semantics,) if is_default(kind) else matrix)
-        for name, kind in CASES.items()
-        if is_meant(kind)
-    ]
+    taken: Counter[str] = Counter()
+    found = []
+    for name, kind in CASES.items():
+        if is_meant(kind):
+            file = name.partition(".")[0]
+            is_default = is_quick(kind) and taken[file] < of_each
+            taken[file] += is_default
+            found.append(pytest.param(name, marks=(pytest.mark.semantics,) if is_default else matrix))
+    return found
 
 
-@pytest.mark.parametrize("name", cases(lambda kind: kind.quick or kind.pair))
+@pytest.mark.parametrize("name", cases(lambda kind: kind.quick, 2))
 def test_one_rank(name: str, worlds: Worlds, plain: Oracle) -> None:
     expected = plain(name)
     found = [of_rank["auto"] for of_rank in worlds(1).run(run_rank, name, "auto", timeout_s=SECONDS)]
     judge(CASES[name], "auto", found, expected)
 
 
-@pytest.mark.parametrize("name", cases(lambda kind: kind.pair, lambda kind: not kind.alone))
+@pytest.mark.parametrize("name", cases(lambda kind: kind.pair, 1, lambda kind: not kind.alone))
 def test_two_ranks(name: str, worlds: Worlds, plain: Oracle, ddp: Oracle) -> None:
     expected = plain(name)
     found = [of_rank["auto"] for of_rank in worlds(2).run(run_rank, name, "auto", timeout_s=SECONDS)]
@@ -76,7 +83,7 @@ def test_two_ranks(name: str, worlds: Worlds, plain: Oracle, ddp: Oracle) -> Non
 
 @pytest.mark.skipif(not HAS_MODES, reason="the strategy has no argument `capture`")
 @pytest.mark.parametrize("how", ["forward", "step"])
-@pytest.mark.parametrize("name", cases(lambda kind: False, lambda kind: not kind.alone))
+@pytest.mark.parametrize("name", cases(lambda kind: False, 0, lambda kind: not kind.alone))
 def test_as_told(name: str, how: str, worlds: Worlds, plain: Oracle, ddp: Oracle) -> None:
     """Every case by each mode: "step" is right or refuses with a line, "forward" is as under DDP."""
     expected = plain(name)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_autoparallel.capture import capture_step
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.fx import nodes as fxn
+from tests.tiers import tiered
 from tests.unit._graphs import request_of, run_captured
 
 LAYERS = 8
@@ -223,7 +224,10 @@ ASIDE: dict[str, Callable[[Side], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*REPEATED, *ALONE, *ASIDE])
+SHORT = {"plain", "in_place", "counting", "appending", "regions", "reading"}
+
+
+@pytest.mark.parametrize("name", tiered([*REPEATED, *ALONE, *ASIDE], SHORT.__contains__))
 def test_the_graph_is_that_of_a_step_traced_whole(name: str):
     module = SideStack(ASIDE[name]) if name in ASIDE else Stack((REPEATED | ALONE)[name])
     graph, calls = capture(module, True)

@@ -342,7 +342,8 @@ def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32():
 LAUNCHES = {"ddp": 1 + 2, "fsdp2": 1 + 3 + 2 + 3}
 
 
-@pytest.mark.parametrize("against", ["fsdp2", pytest.param("ddp,fsdp2", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("against", ["fsdp2", "ddp,fsdp2"])
 def test_two_processes_compute_the_same_and_launch_what_is_known(against, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-autoparallel"])
