@@ -152,6 +152,11 @@ class StateReads:
                 read.frozen.restore()
         return found
 
+    def changed_behind(self) -> str | None:
+        """A list or dict that the run has changed past the methods of its stand-in."""
+        found = (made for made in self._stand_ins.values() if made.is_changed_behind())
+        return next((made.place.text for made in found if made.place is not None), None)
+
     def writes(self) -> int:
         """How many places and containers the run has changed so far."""
         return len(self.written) + len(self.changed)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from lightning_autoparallel.capture.places import MISSING, Place, item_of
+from lightning_autoparallel.capture.watch import is_watched
 
 
 class Owner(Protocol):
@@ -45,6 +46,13 @@ class ListStandIn(list):  # type: ignore[type-arg]
                 self._read_all()
                 self.rewritten = True
             owner.changed_in_place(self)
+
+    def is_changed_behind(self) -> bool:
+        """Whether a function in C has changed it, past its methods (``heapq``)."""
+        if self.rewritten or self.place is None:
+            return False
+        expected, now = [*self.real, *self.appended], list.__getitem__(self, slice(None))
+        return len(now) != len(expected) or not all(map(_stands_for, now, expected))
 
     def append(self, item: Any) -> None:
         """Noted, and done at each real step."""
@@ -85,6 +93,15 @@ class DictStandIn(dict):  # type: ignore[type-arg]
         owner.whole(self.place, self.real)
         for key in [key for key in dict.keys(self) if key not in self.written]:
             dict.__setitem__(self, key, owner.item(self.place_of(key), dict.__getitem__(self, key)))
+
+    def is_changed_behind(self) -> bool:
+        """Whether a function in C has changed it, past its methods."""
+        if self.place is None:
+            return False
+        expected = {**dict(self.real), **self.written}
+        expected = {key: value for key, value in expected.items() if value is not MISSING}
+        now = {key: dict.__getitem__(self, key) for key in dict.keys(self)}
+        return now.keys() != expected.keys() or not all(_stands_for(now[key], expected[key]) for key in now)
 
     def place_of(self, key: Any) -> Place:
         """Where the real dict keeps an entry."""
@@ -155,6 +172,10 @@ class DictStandIn(dict):  # type: ignore[type-arg]
         """The last entry."""
         key = list(self)[-1]
         return key, self.pop(key)
+
+
+def _stands_for(item: Any, real: Any) -> bool:
+    return item is real or is_watched(item) or (isinstance(item, (ListStandIn, DictStandIn)) and item.real is real)
 
 
 def _reading(cls: Any, name: str, base: Any) -> Callable[..., Any]:

@@ -57,6 +57,11 @@ class StateWrites:
         Raises:
             CaptureError: it wrote what cannot be made again at each step.
         """
+        behind = self.reads.changed_behind()
+        if behind is not None:
+            raise CaptureError(
+                f"a function in C changes {behind}, which nothing tells of: it would happen at capture only"
+            )
         self.tensors, self._writes = [leaf.detach() for leaf in leaves.values()], []
         self._leaves = tuple(leaves)
         for written in list(self.reads.written.values()):

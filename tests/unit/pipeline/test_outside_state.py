@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import heapq
 import logging
 import os
 import sys
@@ -262,6 +263,16 @@ class Memory(Net):
         return self.loss(x) * (1 if x.data_ptr() == self.linear.weight.data_ptr() else 2)
 
 
+class Heap(Net):
+    def __init__(self):
+        super().__init__()
+        self.best = [5, 7]
+
+    def step(self, x, i):
+        heapq.heappush(self.best, 6)
+        return self.loss(x)
+
+
 class Saves(Net):
     def step(self, x, i):
         torch.save({}, "nowhere.pt")
@@ -282,6 +293,7 @@ REFUSED = [
     (Writes, "reads or writes a file (write)"),
     (AllGlobals, "asks for all globals at once"),
     (Memory, "asks for the memory of a tensor"),
+    (Heap, "changes self.best, which nothing tells of"),
     (Saves, "calls torch.save"),
 ]
 
