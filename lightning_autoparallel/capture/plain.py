@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
@@ -201,6 +201,8 @@ def contents(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(list.__iter__(value) if isinstance(value, list) else value))
     if isinstance(value, (set, frozenset, deque)):
         return dict(enumerate(value if isinstance(value, deque) else sorted(value, key=repr)))
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, (types.SimpleNamespace, types.MappingProxyType)):
         return dict(vars(value) if isinstance(value, types.SimpleNamespace) else value)
     return None

@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import get_ident
 from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.classes import MetClasses
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
-from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number, is_plain
+from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number
 from lightning_autoparallel.capture.sources import is_engine_file, user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import Watcher, is_watched
@@ -364,12 +363,9 @@ class StateReads:
             return
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (value, None))
-        elif isinstance(value, partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._part(part, text)
         elif isinstance(value, nn.Module):
             self._meet_module(value, text)
-        elif isinstance(value, _STATEFUL) or hasattr(type(value), "__next__"):
+        elif isinstance(value, _STATEFUL) or _moves_on_in_c(type(value)):
             raise self.watcher.refuse(
                 f"{user_line()} reads {text} ({type(value).__name__}), which moves on when it is used"
             )
@@ -382,13 +378,6 @@ class StateReads:
             self._known[id(value)] = (value, text)
             self.classes.meet(type(value))
             self._instrument.add(type(value))
-
-    def _part(self, value: Any, text: str) -> None:
-        """What an object holds that has no attributes: it must not change."""
-        if contents(value) is not None and not is_plain(value):
-            raise self.watcher.refuse(f"{user_line()} reads {text}, which holds a container: keep it as an attribute")
-        if not is_plain(value):
-            self.meet(value, text)
 
     def _meet_module(self, module: nn.Module, text: str) -> None:
         for name, child in module.named_modules():
@@ -427,6 +416,12 @@ def _shown_hook(hooks: dict[int, Any]) -> str:
     code = getattr(inspect.unwrap(hook), "__code__", None)
     line = "?" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     return f"{line}: {getattr(hook, '__name__', type(hook).__name__)}"
+
+
+def _moves_on_in_c(cls: type) -> bool:
+    """Whether instances are iterators that are not written in Python, where what they read and write is seen."""
+    found = _static(cls, "__next__")[1]
+    return found is not MISSING and not isinstance(found, FunctionType)
 
 
 def _is_slot(static: Any) -> bool:

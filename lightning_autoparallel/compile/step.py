@@ -78,7 +78,8 @@ class _StepFunction(torch.autograd.Function):
         everything += step.constants
         by_position = _without_tangents(step, everything)
         changed = {item.name for item in step.partitioned.sharded.outputs if item.kind == "buffer"}
-        kept = [_kept(step, i, by_position.pop(i), changed) for i in step.partitioned.saved_inputs]
+        is_part = backwards is not None
+        kept = [_kept(step, i, by_position.pop(i), changed, is_part) for i in step.partitioned.saved_inputs]
         by_position.clear()  # the forward empties its list: what is read for the last time there is freed there
         with _autocast_off(everything):
             produced = list(step.forward(everything))
@@ -137,10 +138,19 @@ def _join(ctx: Any) -> None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str]) -> Tensor:
-    """What the backward reads of an input: of a buffer that the step changes, its value before."""
+_SMALL = 65536  # elements of a buffer
+
+
+def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str], is_part: bool) -> Tensor:
+    """What the backward reads of an input: of a buffer that the step changes, its value before.
+
+    Where the graph is a part of a step, other parts may change it, as batch norm does in its other mode.
+    """
     item = step.partitioned.sharded.inputs[position]
-    return tensor.clone() if item.kind == "buffer" and item.name in changed else tensor
+    if item.kind != "buffer":
+        return tensor
+    changes = item.name in changed or (is_part and tensor.is_floating_point() and tensor.numel() <= _SMALL)
+    return tensor.clone() if changes else tensor
 
 
 def _autocast_off(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
