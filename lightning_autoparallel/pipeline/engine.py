@@ -72,6 +72,7 @@ from lightning_autoparallel.pipeline.step_calls import (
 )
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
+from lightning_autoparallel.torch_compat.autograd import Attached
 
 
 @dataclass
@@ -118,9 +119,12 @@ class StepEngine:
         placements = place_parameters(plan, shapes, axes, self.context.warn)
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
+        attached = {name: Attached.of(parameter) for name, parameter in self.module.named_parameters()}
         materialise_module(self.module, self.layouts, self.device)
         shard_module(self.module, self.layouts, self.device, self.replacements)
-        self.module.to(self.device)
+        self.module.to(self.device)  # other tensors than parameters, and what modules do besides
+        for name, parameter in self.module.named_parameters():
+            attached[name].put_on(parameter)
         share_buffers(self.module)
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:

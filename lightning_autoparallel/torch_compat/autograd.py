@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 
 def release_saved_tensors(ctx: Any) -> None:
@@ -11,3 +14,27 @@ def release_saved_tensors(ctx: Any) -> None:
     Undocumented, but what AOTAutograd does: otherwise every saved tensor lives until the whole backward is done.
     """
     ctx.maybe_clear_saved_tensors()
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What hangs on a parameter besides its values: attributes, and hooks of its gradient."""
+
+    attributes: dict[str, Any]
+    hooks: Any
+    hooks_afterwards: Any
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Attached:
+        """As it is now."""
+        afterwards = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return cls(dict(vars(parameter)), parameter._backward_hooks, afterwards)
+
+    def put_on(self, parameter: nn.Parameter) -> None:
+        """Hang it on the parameter in the place of the old one; handles of hooks still remove them."""
+        new = {name: value for name, value in self.attributes.items() if name not in vars(parameter)}
+        vars(parameter).update(new)
+        if self.hooks:
+            parameter._backward_hooks = self.hooks
+        if self.hooks_afterwards:
+            parameter._post_accumulate_grad_hooks = self.hooks_afterwards  # type: ignore[attr-defined]
