@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 from lightning_autoparallel.capture.places import MISSING, Place
+from lightning_autoparallel.capture.plain import Frozen, contents, frozen_value, is_plain
 from lightning_autoparallel.capture.sources import is_user_file
 
 
@@ -16,16 +17,26 @@ class MetClasses:
 
     def __init__(self) -> None:
         self._before: dict[type, dict[str, Any]] = {}
+        self._contents: dict[type, dict[str, Frozen]] = {}
 
     def meet(self, cls: type) -> None:
         """From now on what is assigned to the class, or to one that it inherits from, is seen."""
         for parent in cls.__mro__:
             if parent not in self._before and _is_users(parent):
-                self._before[parent] = _attributes(parent)
+                self._remember(parent)
 
     def start(self) -> None:
         """A run of the step begins."""
-        self._before = {cls: _attributes(cls) for cls in self._before}
+        for cls in list(self._before):
+            self._remember(cls)
+
+    def _remember(self, cls: type) -> None:
+        self._before[cls] = _attributes(cls)
+        self._contents[cls] = {
+            name: frozen_value(value, name)
+            for name, value in self._before[cls].items()
+            if contents(value) is not None and not is_plain(value)
+        }
 
     def undo(self) -> str | None:
         """Take back what the run has assigned; the name of the first one."""
@@ -37,6 +48,10 @@ class MetClasses:
                 if now.get(name, MISSING) is not old:
                     found = found or f"{cls.__name__}.{name}"
                     type.__delattr__(cls, name) if old is MISSING else type.__setattr__(cls, name, old)
+            for name, frozen in self._contents[cls].items():
+                if frozen.difference(before[name]) is not None:
+                    found = found or f"{cls.__name__}.{name}"
+                    frozen.restore()
         return found
 
     def places(self, codes: Iterable[CodeType]) -> Iterator[tuple[Place, Any]]:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from functools import cache
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -62,10 +63,10 @@ def refused_outside(watcher: Watcher) -> Iterator[None]:
 
 
 def _refused(watcher: Watcher, owner: Any, name: str) -> Callable[..., Any]:
-    real = getattr(owner, name)
+    real, thread = getattr(owner, name), get_ident()
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if _is_machinery(sys._getframe(1)):
+        if get_ident() != thread or _is_machinery(sys._getframe(1)):
             return real(*args, **kwargs)
         raise watcher.refuse(f"{user_line()} calls {owner.__name__}.{name}, which would happen at capture only")
 

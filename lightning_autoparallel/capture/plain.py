@@ -191,6 +191,14 @@ class Freezer:
         return Frozen(value=value, kind=type(value), parts=frozen)
 
 
+def frozen_value(value: Any, text: str) -> Frozen:
+    """The value as it is now, followed no further; one that is too large is compared by identity."""
+    try:
+        return Freezer(lambda met, at: None).freeze(value, text)
+    except TooLargeError:
+        return Frozen(value=value, kind=type(value))
+
+
 def contents(value: Any) -> dict[Any, Any] | None:
     """The entries of a container by key or position; None for what is no container."""
     if isinstance(value, dict):

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.classes import MetClasses
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
-from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents, is_fixed, is_number
+from lightning_autoparallel.capture.plain import (
+    Freezer,
+    Frozen,
+    TooLargeError,
+    contents,
+    frozen_value,
+    is_fixed,
+    is_number,
+)
 from lightning_autoparallel.capture.sources import is_engine_file, user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import Watcher, is_watched
@@ -281,9 +289,8 @@ class StateReads:
         """Attributes of classes that these functions name are compared before each step."""
         for place, value in self.classes.places(codes):
             if place.identity not in self.reads:
-                self.reads[place.identity] = Read(
-                    place=place, frozen=Freezer(lambda met, text: None).freeze(value, place.text), line="?"
-                )
+                frozen = frozen_value(value, place.text)
+                self.reads[place.identity] = Read(place=place, frozen=frozen, line="?")
 
     def see_hooks_as_they_are(self) -> None:
         """Tables of hooks are compared as they are now, without those that were there for the capture."""

@@ -29,7 +29,7 @@ class Layout(Protocol):
 class Backwards(Protocol):
     """Who has ranks agree before a backward: a rank without gradients joins those that have some."""
 
-    def add(self, join: Callable[[], None]) -> int: ...
+    def add(self, join: Callable[[], list[tuple[Tensor, Tensor]]]) -> int: ...
     def reach(self, number: int, run: Callable[[bool], Any]) -> Any: ...
 
 
@@ -129,13 +129,15 @@ def _run_backward(ctx: Any, gradients: Sequence[Tensor | None], last: bool) -> l
     return _by_input(ctx.step, ctx.layouts, ctx.count, produced)
 
 
-def _join(ctx: Any) -> None:
-    """Run the backward for other ranks: this rank's part of the gradients is zero, its shard of their mean is not."""
+def _join(ctx: Any) -> list[tuple[Tensor, Tensor]]:
+    """Run the backward for other ranks: this rank's part of the gradients is zero, its shard of their mean is not.
+
+    What the parameters get of it, with the parameters.
+    """
     with torch.no_grad():
         found = _run_backward(ctx, [None] * len(ctx.shapes), last=False)
-        for parameter, gradient in zip(ctx.parameters, found, strict=True):
-            if isinstance(parameter, DTensor) and gradient is not None and parameter.requires_grad:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        pairs = zip(ctx.parameters, found, strict=True)
+    return [(p, g) for p, g in pairs if isinstance(p, DTensor) and g is not None and p.requires_grad]
 
 
 _SMALL = 65536  # elements of a buffer

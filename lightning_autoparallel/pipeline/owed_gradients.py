@@ -5,6 +5,7 @@ Not before, as ranks may use other parameters, or in another order, and would wa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.torch_compat.interception import without_function_modes
 
 
@@ -35,37 +37,48 @@ def mean_over_shards(gradient: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 class OwedGradients:
-    """Pairs of a sharded parameter and a whole leaf in its place, in an order that is the same on all ranks."""
+    """Pairs of a sharded parameter and a whole leaf in its place, in an order that is the same on all ranks.
 
-    def __init__(self, mesh: ParallelMesh, control: ControlGroup) -> None:
-        self._mesh, self._control = mesh, control
-        self._owed: list[tuple[DTensor, Tensor]] = []
+    A leaf lives as long as somebody computes with it, or a graph of autograd leads to it.
+    """
+
+    def __init__(self, mesh: ParallelMesh, control: ControlGroup, backwards: BackwardCalls) -> None:
+        self._mesh, self._control, self._backwards = mesh, control, backwards
+        self._owed: list[tuple[DTensor, weakref.ref[Tensor]]] = []
 
     def leaf(self, parameter: DTensor, whole: Tensor) -> Tensor:
         """``whole``, as what autograd follows in the place of the parameter."""
         leaf = whole.detach().requires_grad_()
-        self._owed.append((parameter, leaf))
+        self._owed.append((parameter, weakref.ref(leaf)))
         return leaf
 
     def clear(self) -> None:
-        """Another step begins."""
-        self._owed.clear()
-
-    def settle(self) -> None:
-        """After a backward: parameters get the gradients of their leaves, if any rank has one."""
-        used = self._control.any([leaf.grad is not None for _, leaf in self._owed])
-        for (parameter, leaf), is_used in zip(self._owed, used, strict=True):
-            if is_used:
-                gradient, leaf.grad = leaf.grad, None
-                torch.autograd.backward([parameter], [self._reduced(parameter, leaf, gradient)])
+        """Forget leaves that no rank needs any more."""
+        alive = self._control.any([leaf() is not None for _, leaf in self._owed])
+        self._owed = [pair for pair, is_alive in zip(self._owed, alive, strict=True) if is_alive]
 
     def backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``Tensor.backward``; leaves follow the parameters that it is asked for."""
+        """``Tensor.backward``; leaves follow the parameters that it is asked for, and parameters get what is owed."""
         asked = kwargs.get("inputs")
         if asked is not None:
             asked = [asked] if isinstance(asked, Tensor) else list(asked)
             kwargs = {**kwargs, "inputs": [*asked, *(leaf for tensor in asked for leaf in self._leaves_of(tensor))]}
+        owed = [(parameter, leaf()) for parameter, leaf in self._owed]  # graphs let go of their leaves
         function(*args, **kwargs)
+        for parameter, gradient in self._backwards.end():
+            if asked is None or any(parameter is tensor for tensor in asked):
+                torch.autograd.backward([parameter], [gradient])
+        self._settle(owed)
+
+    def _settle(self, owed: Sequence[tuple[DTensor, Tensor | None]]) -> None:
+        """Parameters get the gradients of their leaves, if any rank has one."""
+        used = self._control.any([leaf is not None and leaf.grad is not None for _, leaf in owed])
+        for (parameter, leaf), is_used in zip(owed, used, strict=True):
+            if is_used:
+                gradient = None if leaf is None else leaf.grad
+                if leaf is not None:
+                    leaf.grad = None
+                torch.autograd.backward([parameter], [self._reduced(parameter, gradient)])
 
     def gradients(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``torch.autograd.grad``, of parameters with what came by their leaves."""
@@ -75,13 +88,17 @@ class OwedGradients:
         named |= kwargs
         asked = [named["inputs"]] if isinstance(named["inputs"], Tensor) else list(named["inputs"])
         leaves = [self._leaves_of(tensor) for tensor in asked]
-        if not any(leaves):
-            return function(*args, **kwargs)
         every = [*asked, *(leaf for of_one in leaves for leaf in of_one)]
+        is_simple = not any(leaves) and not any(isinstance(tensor, DTensor) for tensor in asked)
+        if is_simple:
+            result = function(*args, **kwargs)
+            self._backwards.end()
+            return result
         found = list(function(**{**named, "inputs": every, "allow_unused": True, "materialize_grads": False}))
+        joined = self._backwards.end()
         direct, by_leaf = found[: len(asked)], iter(found[len(asked) :])
         result = [
-            self._joined(tensor, own, [next(by_leaf) for _ in of_one])
+            self._joined(tensor, own, [next(by_leaf) for _ in of_one], [g for p, g in joined if p is tensor])
             for tensor, own, of_one in zip(asked, direct, leaves, strict=True)
         ]
         if any(gradient is None for gradient in result) and not named.get("allow_unused"):
@@ -89,26 +106,34 @@ class OwedGradients:
         return tuple(result)
 
     def _leaves_of(self, tensor: Tensor) -> list[Tensor]:
-        return [leaf for parameter, leaf in self._owed if parameter is tensor]
+        """As many on every rank."""
+        found = [(leaf(), parameter) for parameter, leaf in self._owed if parameter is tensor]
+        return [_stand_in(parameter) if leaf is None else leaf for leaf, parameter in found]
 
-    def _joined(self, tensor: Tensor, own: Tensor | None, of_leaves: Sequence[Tensor | None]) -> Tensor | None:
-        if not of_leaves:
+    def _joined(
+        self, tensor: Tensor, own: Tensor | None, of_leaves: Sequence[Tensor | None], joined: Sequence[Tensor]
+    ) -> Tensor | None:
+        if not isinstance(tensor, DTensor):
             return own
-        assert isinstance(tensor, DTensor)
         used = self._control.any([gradient is not None for gradient in of_leaves])
         found = [
-            _Final.apply(self._reduced(tensor, tensor, gradient), gradient)  # type: ignore[no-untyped-call]
+            _Final.apply(self._reduced(tensor, gradient), gradient)  # type: ignore[no-untyped-call]
             for gradient, is_used in zip(of_leaves, used, strict=True)
             if is_used
         ]
         with without_function_modes():
-            parts = [part for part in (own, *found) if part is not None]
+            parts = [part for part in (own, *found, *joined) if part is not None]
             return sum(parts[1:], parts[0]) if parts else None
 
-    def _reduced(self, parameter: DTensor, like: Tensor, gradient: Tensor | None) -> DTensor:
+    def _reduced(self, parameter: DTensor, gradient: Tensor | None) -> DTensor:
         with without_function_modes(), torch.no_grad():
-            mine = torch.zeros(like.shape, dtype=like.dtype, device=like.device) if gradient is None else gradient
+            mine = _stand_in(parameter).detach() if gradient is None else gradient
             return cut_like(mean_over_shards(mine, self._mesh), parameter)
+
+
+def _stand_in(parameter: DTensor) -> Tensor:
+    """Zeros of the whole parameter's shape, which no graph leads to."""
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
 
 
 class _Final(torch.autograd.Function):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
-from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
+from lightning_autoparallel.pipeline.backward_calls import END, BackwardCalls
 from lightning_autoparallel.pipeline.owed_gradients import OwedGradients, cut_like, mean_over_shards
 from lightning_autoparallel.torch_compat.interception import is_wrapped, without_function_modes, without_transforms
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
@@ -58,7 +59,7 @@ _OF_THE_TENSOR_ITSELF = {
     "untyped_storage",
 }
 _COMPUTED = {"T", "mT", "H", "mH", "real", "imag"}  # properties that are a tensor of their own
-_PARAMETER = "parameter "
+_PARAMETER, _TENSOR = "parameter ", "a tensor of shape "
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _MANY_AT_ONCE = ("_foreach_", "_fused_")  # of optimizers, which know what DTensors are
 # In place and element by element: each rank does its part of them.
@@ -98,15 +99,15 @@ class WholeParameters(TorchFunctionMode):
         self._wholes: dict[Any, _Gathered] = {}
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
         self._names: dict[Any, str] = {}  # parameters by their memory
-        self._owed = OwedGradients(mesh, control)
         self.backwards = BackwardCalls(control)
+        self._owed = OwedGradients(mesh, control, self.backwards)
 
     def __exit__(self, *error: Any) -> None:
         self.forget()
         super().__exit__(*error)
 
     def start(self) -> None:
-        """Another step begins: of an earlier one nothing is differentiated any more."""
+        """Another step begins."""
         self.forget()
         self._owed.clear()
         self.backwards.clear()
@@ -163,8 +164,8 @@ class WholeParameters(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "backward" and not self._paused:
-            return self._backward(func, args, kwargs)
+        if name in ("backward", "grad") and not self._paused and not isinstance(func, GetSetDescriptorType):
+            return (self._owed.backward if name == "backward" else self._owed.gradients)(func, args, kwargs)
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
             return func(*args, **kwargs)
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
@@ -173,18 +174,11 @@ class WholeParameters(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__set__":
             return self._assign(func, *args)
-        if name == "grad":
-            return self._owed.gradients(func, args, kwargs)
         if name.startswith(_MANY_AT_ONCE):
             return self._many(func, name, args, kwargs)
         if _changes_first(name) and _has_dtensor(args[:1]):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
-
-    def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._owed.backward(func, args, kwargs)
-        self.backwards.end()
-        self._owed.settle()
 
     def _whole_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
@@ -199,7 +193,7 @@ class WholeParameters(TorchFunctionMode):
 
     def _whole_tensor(self, leaf: DTensor) -> Tensor:
         self._write_back()
-        is_followed = torch.is_grad_enabled() and leaf.requires_grad
+        is_followed = torch.is_grad_enabled() and leaf.requires_grad and not torch.is_inference_mode_enabled()
         if not is_followed:
             return self._gathered(leaf).whole
         while id(leaf) not in self._leaves:
@@ -229,7 +223,7 @@ class WholeParameters(TorchFunctionMode):
 
     def _place(self, tensor: DTensor) -> str:
         name = self._name_of(tensor)
-        return f"{_PARAMETER}{name}" if name else f"a tensor of shape {list(tensor.shape)}"
+        return f"{_PARAMETER}{name}" if name else f"{_TENSOR}{list(tensor.shape)}"
 
     def _name_of(self, tensor: DTensor) -> str | None:
         """The parameter that lies in the tensor's memory."""
@@ -254,6 +248,8 @@ class WholeParameters(TorchFunctionMode):
 
     def take_part(self, places: Sequence[Any]) -> bool:
         """Gather what other ranks are about to compute with alone; False if there is nothing that would help them."""
+        if not all(map(_goes_on, places)):
+            return False
         names = dict.fromkeys(name for place in places for name in self._wanted(place))
         for name in names:
             self._lend(self._module.get_parameter(name))  # type: ignore[arg-type]
@@ -340,6 +336,13 @@ class _Whole(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         return cut_like(mean_over_shards(gradient, ctx.mesh), ctx.like), None
+
+
+def _goes_on(place: Any) -> bool:
+    """Whether a rank at that place will ask the others again."""
+    if isinstance(place, StepIdentity):
+        return ":" in place.name
+    return isinstance(place, str) and place != END and place.startswith((_PARAMETER, _TENSOR, "the end of "))
 
 
 def _memory(tensor: DTensor) -> Any:

@@ -95,6 +95,8 @@ class LightningSteps:
         modules = self.forward.calls.running() if self.mode("training_step") == "forward" else contextlib.nullcontext()
         with self.launches.counting(), modules:
             yield
+        if self._forward is not None and self._module.automatic_optimization:
+            self._forward.calls.parameters.backwards.clear()
 
     def optimizing(self) -> contextlib.AbstractContextManager[None]:
         """Around a step of an optimizer."""

@@ -49,20 +49,25 @@ def backwards(order: list[list[int]], calls: int = 3) -> list[list[str]]:
 
     def rank_of(rank: int) -> list[str]:
         ran: list[str] = []
+        numbers: list[int] = []
         found = BackwardCalls(ranks.of(rank))
         for number in range(calls):
-            found.add(_noting(ran, f"joined {number}"))
+            numbers.append(found.add(_noting(ran, f"joined {number}")))
         for number in order[rank]:
-            assert found.reach(number, _running(ran, number)) == number
-        found.end()
+            assert found.reach(numbers[number], _running(ran, number)) == number
+        assert len(found.end()) == sum(text.startswith("joined") for text in ran)
         return ran
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank_of, range(2)))
 
 
-def _noting(ran: list[str], text: str) -> Callable[[], None]:
-    return lambda: ran.append(text)
+def _noting(ran: list[str], text: str) -> Callable[[], Any]:
+    def join() -> Any:
+        ran.append(text)
+        return [("parameter", "gradient")]
+
+    return join
 
 
 def _running(ran: list[str], number: int) -> Callable[[bool], int]:
@@ -79,8 +84,8 @@ def test_ranks_that_run_the_same_run_it_once():
 
 def test_a_rank_without_gradients_joins():
     ran, joined = backwards([[2, 1, 0], [2, 0]])
-    assert ran == ["ran 2 for the last time", "ran 1", "joined 0", "ran 0"]
-    assert joined == ["ran 2 for the last time", "joined 1", "ran 0", "joined 0"]
+    assert ran == ["ran 2 for the last time", "ran 1", "ran 0 for the last time"]
+    assert joined == ["ran 2 for the last time", "joined 1", "ran 0 for the last time"]
 
 
 def test_a_rank_that_is_done_joins_until_all_are():
@@ -92,7 +97,7 @@ def test_every_rank_runs_the_same_calls_in_the_same_order_whatever_its_own_is():
     one, other = backwards([[2, 1, 0], [1, 2, 0]])
     assert [text.split()[1] for text in one] == [text.split()[1] for text in other]
     for ran in (one, other):
-        assert {text for text in ran if text.startswith("ran")} >= {"ran 2", "ran 1"}
+        assert {tuple(text.split()[:2]) for text in ran} >= {("ran", "2"), ("ran", "1"), ("ran", "0")}
 
 
 def test_a_rank_elsewhere_is_an_error_on_both():
