@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType
@@ -54,12 +55,13 @@ class MetClasses:
                     frozen.restore()
         return found
 
-    def places(self, codes: Iterable[CodeType]) -> Iterator[tuple[Place, Any]]:
-        """The attributes that functions of these ``codes`` may have read, with their values."""
-        names = {name for code in codes for name in code.co_names}
+    def places(self, codes: Iterable[CodeType]) -> Iterator[tuple[Place, Any, str]]:
+        """The attributes that functions of these ``codes`` may have read, with their values and such a function."""
+        named = {name: code for code in codes for name in code.co_names}
         for cls, attributes in self._before.items():
-            for name in sorted(names & attributes.keys()):
-                yield Place("attribute", cls, name, f"{cls.__name__}.{name}"), attributes[name]
+            for name in sorted(named.keys() & attributes.keys()):
+                line = f"{os.path.basename(named[name].co_filename)}:{named[name].co_firstlineno}"
+                yield Place("attribute", cls, name, f"{cls.__name__}.{name}"), attributes[name], line
 
 
 def _is_users(cls: type) -> bool:

@@ -287,10 +287,10 @@ class StateReads:
 
     def note_classes(self, codes: Iterable[CodeType]) -> None:
         """Attributes of classes that these functions name are compared before each step."""
-        for place, value in self.classes.places(codes):
+        for place, value, line in self.classes.places(codes):
             if place.identity not in self.reads:
                 frozen = frozen_value(value, place.text)
-                self.reads[place.identity] = Read(place=place, frozen=frozen, line="?")
+                self.reads[place.identity] = Read(place=place, frozen=frozen, line=line)
 
     def see_hooks_as_they_are(self) -> None:
         """Tables of hooks are compared as they are now, without those that were there for the capture."""

@@ -93,7 +93,7 @@ class _StepFunction(torch.autograd.Function):
         differentiable = _differentiable(step)
         ctx.differentiable = differentiable
         ctx.mark_non_differentiable(*(result for i, result in enumerate(results) if i not in differentiable))
-        ctx.backwards, ctx.parameters = backwards, [isinstance(tensor, DTensor) and tensor for tensor in inputs]
+        ctx.backwards, ctx.parameters = backwards, [t if isinstance(t, DTensor) else None for t in inputs]
         ctx.number = None if backwards is None else backwards.add(partial(_join, ctx))
         return tuple(results)
 
@@ -137,7 +137,7 @@ def _join(ctx: Any) -> list[tuple[Tensor, Tensor]]:
     with torch.no_grad():
         found = _run_backward(ctx, [None] * len(ctx.shapes), last=False)
         pairs = zip(ctx.parameters, found, strict=True)
-    return [(p, g) for p, g in pairs if isinstance(p, DTensor) and g is not None and p.requires_grad]
+    return [(p, g) for p, g in pairs if p is not None and g is not None and p.requires_grad]
 
 
 _SMALL = 65536  # elements of a buffer

@@ -5,6 +5,7 @@ Not before, as ranks may use other parameters, or in another order, and would wa
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,10 +83,7 @@ class OwedGradients:
 
     def gradients(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``torch.autograd.grad``, of parameters with what came by their leaves."""
-        named = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
-        if len(args) > len(named):
-            return function(*args, **kwargs)
-        named |= kwargs
+        named = inspect.signature(function).bind(*args, **kwargs).arguments
         asked = [named["inputs"]] if isinstance(named["inputs"], Tensor) else list(named["inputs"])
         leaves = [self._leaves_of(tensor) for tensor in asked]
         every = [*asked, *(leaf for of_one in leaves for leaf in of_one)]
@@ -101,6 +99,8 @@ class OwedGradients:
             self._joined(tensor, own, [next(by_leaf) for _ in of_one], [g for p, g in joined if p is tensor])
             for tensor, own, of_one in zip(asked, direct, leaves, strict=True)
         ]
+        if named.get("materialize_grads"):
+            return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(asked, result, strict=True))
         if any(gradient is None for gradient in result) and not named.get("allow_unused"):
             raise RuntimeError("One of the differentiated tensors appears to not have been used in the graph")
         return tuple(result)

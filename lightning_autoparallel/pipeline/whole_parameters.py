@@ -198,7 +198,7 @@ class WholeParameters(TorchFunctionMode):
             return self._gathered(leaf).whole
         while id(leaf) not in self._leaves:
             if self._agree(self._place(leaf)):
-                if not isinstance(leaf, nn.Parameter):
+                if not isinstance(leaf, nn.Parameter) or self._parameter_of(leaf) is not leaf:
                     return self._gather(leaf)
                 self._lend(leaf)  # type: ignore[arg-type]
         return self._leaves[id(leaf)][1]
@@ -216,10 +216,14 @@ class WholeParameters(TorchFunctionMode):
             whole = self._gather(tensor)
         counts = not torch.is_inference_mode_enabled()  # where nothing counts changes
         self._wholes[_memory(tensor)] = _Gathered(tensor, whole, whole._version if counts else None)
-        name = self._name_of(tensor)
-        parameter = tensor if name is None else self._module.get_parameter(name)
+        parameter = self._parameter_of(tensor)
         if counts and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             self._leaves[id(parameter)] = parameter, self._owed.leaf(parameter, whole)  # type: ignore[arg-type]
+
+    def _parameter_of(self, tensor: DTensor) -> Tensor:
+        """The module's parameter that lies in the tensor's memory, else the tensor."""
+        name = self._name_of(tensor)
+        return tensor if name is None else self._module.get_parameter(name)
 
     def _place(self, tensor: DTensor) -> str:
         name = self._name_of(tensor)

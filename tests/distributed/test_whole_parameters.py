@@ -82,6 +82,7 @@ LOSSES: list[Code] = [
     lambda module, x: sum(p.pow(2).sum() for p in module.parameters()) * x.mean(),
     lambda module, x: (x @ module.weight.T).sum() + module.weight[0].norm(),
     lambda module, x: torch.cat([module.weight.flatten(), module.bias]).std() * x[0, 0],
+    lambda module, x: F.linear(x, nn.Parameter(module.weight.detach()), module.bias).pow(2).sum(),
     lambda module, x: torch.stack([p.detach().norm() for p in module.parameters()]).sum() * module.bias.mean(),
 ]
 
@@ -148,3 +149,25 @@ def test_gradients_are_the_mean_over_ranks(index: int, worlds: Worlds) -> None:
     for sharded in (True, False):
         for found in worlds(2).run(gradients, index, sharded):
             torch.testing.assert_close(found, expected)
+
+
+def asked_gradients(sharded: bool) -> list[Tensor]:
+    """What ``torch.autograd.grad`` gives for a parameter in use and one that is not, and ``backward`` of one alone."""
+    module, whole = _sharded(torch.distributed.get_world_size(), sharded)
+    with whole:
+        loss = F.linear(_rows(torch.distributed.get_rank()), module.weight, module.bias).pow(2).sum()
+        used, unused = torch.autograd.grad(
+            loss, [module.weight, module.other], retain_graph=True, materialize_grads=True
+        )
+        loss.backward(inputs=[module.bias])
+    assert module.weight.grad is None
+    return [gradient.full_tensor() for gradient in (used, unused, module.bias.grad)]
+
+
+def test_asked_gradients_are_the_mean_over_ranks(worlds: Worlds) -> None:
+    module = _module()
+    loss = sum(F.linear(_rows(rank), module.weight, module.bias).pow(2).sum() for rank in range(2)) / 2
+    weight, bias = torch.autograd.grad(loss, [module.weight, module.bias])
+    for sharded in (True, False):
+        for found in worlds(2).run(asked_gradients, sharded):
+            torch.testing.assert_close(found, [weight, torch.zeros(5, 3), bias])

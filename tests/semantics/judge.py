@@ -129,7 +129,8 @@ def _all_but_losses(
     train, validation, predict = sides
     yield from compare("results", got.results, train.results)
     # Attributes are the training's, or the validation's where only that writes them.
-    kept = [list(compare("kept", _without(kind, got.kept), _without(kind, side.kept))) for side in (train, validation)]
+    owners = (train, validation) if kind.validates else (train,)
+    kept = [list(compare("kept", _without(kind, got.kept), _without(kind, side.kept))) for side in owners]
     yield from kept[0] if all(kept) else ()
     yield from compare("validated", got.validated, validation.validated)
     predicted = list(compare("predicted", got.predicted, predict.predicted))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.errors import CaptureError, ConfigError
 from tests.unit.pipeline import _settings
 from tests.unit.pipeline._steps import Net, Told, assert_equal, run_captured, run_plainly
 
@@ -310,3 +310,15 @@ def test_what_would_be_frozen_or_dropped_is_refused(kind: type[Net], message: st
     assert heard(run)[0] == []
     assert message in errors[0]
     assert SetsTheClass.count == 0 and not KeepsInTheClass.told
+
+
+class ReplacesAParameter(Net):
+    def between(self, i):
+        if i == 3:
+            self.linear = nn.Linear(3, 3)
+
+
+def test_a_parameter_that_comes_too_late_is_refused():
+    """It would train on each rank by itself."""
+    with pytest.raises(ConfigError, match=r"parameter linear\.weight was made or replaced after training had begun"):
+        run_captured(ReplacesAParameter(), Told())
