@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.autograd import final
 
+_AGAIN = (
+    "the gradient of a parameter of a captured module is differentiated again, which only gradients of its arguments "
+    "can be: leave the module uncaptured"
+)
 Again = Callable[[Sequence[Tensor]], list[Tensor]]  # the graph's inputs, whole -> its results, recorded by autograd
 
 
@@ -65,7 +68,7 @@ def _reduced(gradient: Tensor | None, parameter: DTensor, axes: Sequence[PlanAxi
     with torch.no_grad():
         own = DTensor.from_local(gradient / _shards(axes), parameter.device_mesh, _own(parameter, axes))
         reduced = own.redistribute(placements=parameter.placements)
-    return _Once.apply(reduced, gradient)  # type: ignore[no-any-return, no-untyped-call]
+    return final(reduced, gradient, _AGAIN)
 
 
 def _own(parameter: DTensor, axes: Sequence[PlanAxis]) -> tuple[Placement, ...]:
@@ -77,18 +80,3 @@ def _own(parameter: DTensor, axes: Sequence[PlanAxis]) -> tuple[Placement, ...]:
 
 def _shards(axes: Sequence[PlanAxis]) -> int:
     return math.prod(axis.size for axis in axes if axis.shards_batch)
-
-
-class _Once(torch.autograd.Function):
-    """``value``, which is said to come from ``source`` and cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise CaptureError(
-            "the gradient of a parameter of a captured module is differentiated again, which only gradients of its "
-            "arguments can be: leave the module uncaptured"
-        )

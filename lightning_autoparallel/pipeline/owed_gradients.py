@@ -15,11 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
+from lightning_autoparallel.torch_compat.autograd import final
 from lightning_autoparallel.torch_compat.interception import without_function_modes
+
+_AGAIN = (
+    "the gradient of a parameter is differentiated again (create_graph=True): in forward mode only gradients of inputs "
+    "can be"
+)
 
 
 def cut_like(whole: Tensor, like: DTensor) -> DTensor:
@@ -117,7 +122,7 @@ class OwedGradients:
             return own
         used = self._control.any([gradient is not None for gradient in of_leaves])
         found = [
-            _Final.apply(self._reduced(tensor, gradient), gradient)  # type: ignore[no-untyped-call]
+            final(self._reduced(tensor, gradient), gradient, _AGAIN)
             for gradient, is_used in zip(of_leaves, used, strict=True)
             if is_used
         ]
@@ -134,18 +139,3 @@ class OwedGradients:
 def _stand_in(parameter: DTensor) -> Tensor:
     """Zeros of the whole parameter's shape, which no graph leads to."""
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
-
-
-class _Final(torch.autograd.Function):
-    """A gradient of a parameter, which cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, source: Tensor | None) -> Tensor:
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise CaptureError(
-            "the gradient of a parameter is differentiated again (create_graph=True): in forward mode only gradients "
-            "of inputs can be"
-        )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from lightning_autoparallel.errors import CaptureError
 
 
 def release_saved_tensors(ctx: Any) -> None:
@@ -38,3 +41,19 @@ class Attached:
             parameter._backward_hooks = self.hooks
         if self.hooks_afterwards:
             parameter._post_accumulate_grad_hooks = self.hooks_afterwards  # type: ignore[attr-defined]
+
+
+def final(value: Tensor, source: Tensor | None, message: str) -> Tensor:
+    """``value``, which is said to come from ``source``; to differentiate it is a CaptureError with ``message``."""
+    return _Final.apply(value, source, message)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, source: Tensor | None, message: str) -> Tensor:
+        ctx.message = message
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise CaptureError(ctx.message)
