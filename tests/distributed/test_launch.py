@@ -106,7 +106,8 @@ def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
     check_steps(output)
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.matrix), "lightning"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
 def test_two_nodes_of_one_process(launcher, tmp_path: Path) -> None:
     script = script_in(tmp_path, "by object", devices=1, nodes=2)
     port = str(_free_port())

@@ -160,5 +160,6 @@ RULES = {
 }
 
 
+@pytest.mark.matrix
 def test_rules_on_another_axis(worlds: Worlds) -> None:
     worlds(4).run(check_step, {"dp_shard": 2, "tp": 2}, RULES, False)

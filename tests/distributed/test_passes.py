@@ -113,6 +113,7 @@ def test_all_passes_off_at_once_change_no_numbers(worlds: Worlds):
     assert plain_notes == {}
 
 
+@pytest.mark.matrix
 def test_buckets_over_two_axes_change_no_numbers(worlds: Worlds):
     """Gradients scattered over one axis and summed over the other, buckets of each; limits of 1 MB and of 200 bytes."""
     plain = worlds(4).run(train_on_two_axes, ["bucket_collectives"], None)[0]

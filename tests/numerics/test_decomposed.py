@@ -33,6 +33,7 @@ def _check(results: list[dict[str, Any]], ranks: int, orders: list[str]) -> None
     assert plain["losses"][-1] < plain["losses"][0]
 
 
+@pytest.mark.matrix
 def test_llama_trains_as_with_whole_collectives(worlds: Worlds):
     for results in worlds(2).run(compare, ["swizzle"], STEPS):
         _check(results, 2, ["swizzle"])

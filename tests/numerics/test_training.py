@@ -38,7 +38,7 @@ def _compiled() -> list[Case]:
     return [*adamw, case_of("convnet", mesh=TWO, plan="ddp", optimizer="sgd", compile=True)]
 
 
-LARGE = {"transformer32", "hf_llama", "hf_gpt2"}  # in the matrix only
+SLOW = {"transformer", "transformer32", "hf_llama", "hf_gpt2", "tied"}  # in the matrix only
 
 
 def _covering() -> list[Case]:
@@ -50,7 +50,7 @@ def _covering() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("case", tiered(_covering(), lambda case: case.model not in LARGE), ids=str)
+@pytest.mark.parametrize("case", tiered(_covering(), lambda case: case.model not in SLOW), ids=str)
 def test_training_equals_one_device(case: Case, worlds: Worlds) -> None:
     check_case(case, worlds)
 

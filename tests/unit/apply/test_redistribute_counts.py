@@ -44,7 +44,7 @@ def graph(pair: Pair, *sizes: int, joint: bool = True, ordered: bool = False) ->
     return graph_of_all([pair], SHAPE, axes_of(0, *sizes), joint_axes, ordered_by(0, *sizes) if ordered else None)
 
 
-@pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.parametrize("axes", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_never_more_collectives_than_dtensor(axes: int, fake_mesh):
     """Every pair of the table: DTensor with flattened meshes and without them, whichever takes fewer."""
     names = ("dp_replicate", "dp_shard", "tp")[-axes:]

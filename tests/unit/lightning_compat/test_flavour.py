@@ -133,7 +133,9 @@ def refused(what, action):
 
 
 @needs_both
-@pytest.mark.parametrize(("chosen", "other"), [(UNIFIED, STANDALONE), (STANDALONE, UNIFIED)])
+@pytest.mark.parametrize(
+    ("chosen", "other"), [(UNIFIED, STANDALONE), pytest.param(STANDALONE, UNIFIED, marks=pytest.mark.matrix)]
+)
 def test_who_mixes_them_reads_so(chosen, other, tmp_path):
     # pytorch_lightning is chosen only where lightning comes later, too late for its registry
     imports = [f"import {chosen}", "import lightning_autoparallel", f"import {other}"]
@@ -157,6 +159,7 @@ refused("Net", lambda: lightning_autoparallel.plan(Net(), torch.zeros(2, 4), wor
     run(str(script))
 
 
+@pytest.mark.matrix
 @needs_both
 def test_the_command_line_says_so_of_a_model(tmp_path):
     (tmp_path / "other_flavour_net.py").write_text(
