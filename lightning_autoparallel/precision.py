@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.lightning_compat import HalfPrecision, MixedPrecision, Precision
+from lightning_autoparallel.lightning_compat import (
+    DoublePrecision,
+    GradClipAlgorithmType,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
+from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
-SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
+SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
 class ShardedPrecision(Precision):
@@ -38,12 +46,52 @@ class FullPrecision(ShardedPrecision):
     """``32-true``: everything in float32."""
 
 
+class ShardedDoublePrecision(ShardedPrecision, DoublePrecision):
+    """``64-true``: everything in float64."""
+
+
 class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):
-    """``bf16-true``: parameters, inputs, gradients and optimizer state in bfloat16."""
+    """``bf16-true``, ``16-true``: parameters, inputs, gradients and optimizer state in 16 bits."""
 
 
 class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
-    """``bf16-mixed``: float32 parameters and gradients; steps are captured under autocast, their casts in the graph."""
+    """``bf16-mixed``, ``16-mixed``: parameters and gradients in float32, steps captured under autocast with its casts.
+
+    The scaler of ``16-mixed`` stays the user's: what one rank finds infinite in its shards, all ranks know.
+    """
+
+    def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None) -> None:
+        super().__init__(precision, device, scaler)
+        if self.scaler is not None:
+            unscale_shards(self.scaler, self._agree)
+
+    def _agree(self, found_inf: Tensor) -> None:
+        if self.ranks is not None and self.ranks.size() > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.ranks.get_group())
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip; only with a scaler may an optimizer unscale by itself, and must then not be clipped.
+
+        Raises:
+            RuntimeError: such an optimizer, as Lightning says it.
+        """
+        kind = Precision if self.scaler is None else MixedPrecision
+        kind.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The scaler's state under the name by which plugins of one device look for it."""
+        if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
+            checkpoint[MixedPrecision.__qualname__] = state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The other way round."""
+        if (state := checkpoint.get(MixedPrecision.__qualname__)) is not None:
+            checkpoint[type(self).__qualname__] = state
 
 
 def supported_precision(plugin: Precision) -> ShardedPrecision:
@@ -56,10 +104,12 @@ def supported_precision(plugin: Precision) -> ShardedPrecision:
         return plugin
     if type(plugin) is Precision and plugin.precision == "32-true":
         return FullPrecision()
-    if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
-        return ShardedHalfPrecision("bf16-true")
-    if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
-        return ShardedMixedPrecision("bf16-mixed", plugin.device)
+    if type(plugin) is DoublePrecision:
+        return ShardedDoublePrecision()
+    if type(plugin) is HalfPrecision:
+        return ShardedHalfPrecision(plugin.precision)
+    if type(plugin) is MixedPrecision:
+        return ShardedMixedPrecision(plugin.precision, plugin.device, plugin.scaler)
     raise ConfigError(
         f"precision {plugin.precision!r} ({type(plugin).__name__}) is not supported by AutoParallelStrategy: "
         f"use Trainer(precision=...) with one of {', '.join(map(repr, SUPPORTED))}"

@@ -50,6 +50,7 @@ _OF_TORCH = ["set_default_dtype", "set_default_device", "use_deterministic_algor
 _OF_TORCH += ["manual_seed", "seed", "set_rng_state"]
 _OF_CUDA = ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats"]
 _OF_CUDA += ["mem_get_info", "memory_summary", "utilization", "reset_peak_memory_stats"]
+_OF_SCALERS = ("get_scale", "scale", "unscale_", "step", "update", "state_dict")
 
 
 @contextlib.contextmanager
@@ -120,6 +121,9 @@ def _questions() -> dict[CodeType, str]:
         for name, text in asks.items()
         if hasattr(dist, name)
     }
+    for name in _OF_SCALERS:
+        text = f"asks a gradient scaler (GradScaler.{name}), whose answer would stay that of capture"
+        found[_code(getattr(torch.amp.GradScaler, name))] = text
     for function in (uuid.uuid1, uuid.uuid4):
         found[_code(function)] = f"makes an id (uuid.{function.__name__}), which would stay that of capture"
     return found

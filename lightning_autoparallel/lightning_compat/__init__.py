@@ -24,7 +24,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
-    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -37,6 +37,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     )
     from lightning.pytorch.trainer.connectors import data_connector
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.enums import GradClipAlgorithmType
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -48,7 +49,7 @@ else:
     from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
-    from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -61,6 +62,7 @@ else:
     )
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities.enums import GradClipAlgorithmType
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
@@ -79,6 +81,8 @@ __all__ = [
     "Callback",
     "ClusterEnvironment",
     "DDPStrategy",
+    "DoublePrecision",
+    "GradClipAlgorithmType",
     "HalfPrecision",
     "LightningDataModule",
     "LightningEnvironment",

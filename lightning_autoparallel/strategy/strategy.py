@@ -298,8 +298,14 @@ class AutoParallelStrategy(SavingStrategy):
     ) -> Any:
         """Step the optimizer on the shards; its closure may run a step of the module."""
         assert self._steps is not None
+        resumed = self._steps.closing(closure)
+
+        def run() -> Any:
+            loss = resumed()
+            return None if self._skips else loss
+
         with self._steps.optimizing():
-            return super().optimizer_step(optimizer, self._steps.closing(closure), model, **kwargs)
+            return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def teardown(self) -> None:
         """Leave the shards where they are: they may be used again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 import warnings
@@ -110,7 +111,9 @@ class Losses(Callback):
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.values.append(float(outputs["loss"]))
+        self.values.append(
+            float(outputs["loss"]) if outputs else math.nan
+        )
 
 
 def make_strategy(mesh: Mapping[str, int], options: Mapping[str, Any]) -> AutoParallelStrategy:
@@ -147,7 +150,7 @@ def train(kind: type[Net], mesh: Mapping[str, int] | None, world: int = 2) -> Ou
     losses, logger = Losses(), MemoryLogger()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        options = {"max_epochs": kind.epochs, **kind.trainer_options}
+        options = {"max_epochs": kind.epochs, **module.trainer_options}
         callbacks = [losses, *module.callbacks()]
         trainer = make_trainer(
             strategy, world if strategy is not None else 1, logger=logger, callbacks=callbacks, **options

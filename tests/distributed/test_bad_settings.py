@@ -56,12 +56,14 @@ class OwnPrecision(Precision):
     """What a user may have written."""
 
 
+class OwnMixedPrecision(MixedPrecision):
+    """Changed in some way."""
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"precision": "64-true"}, "'64-true' (DoublePrecision)"),
-        ({"precision": "16-true"}, "'16-true' (HalfPrecision)"),
-        ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "'16-mixed' (MixedPrecision)"),
+        ({"plugins": [OwnMixedPrecision("16-mixed", "cpu")]}, "'16-mixed' (OwnMixedPrecision)"),
         ({"plugins": [OwnPrecision()]}, "'32-true' (OwnPrecision)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -69,7 +71,7 @@ class OwnPrecision(Precision):
 def test_other_precisions_are_refused(options, named) -> None:
     message = (
         f"precision {named} is not supported by AutoParallelStrategy: use Trainer(precision=...) with one of "
-        "'32-true', 'bf16-true', 'bf16-mixed'"
+        "'64-true', '32-true', '16-true', 'bf16-true', '16-mixed', 'bf16-mixed'"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_trainer(make_strategy({"dp_shard": -1}, {}), 1, **options)
