@@ -1,12 +1,15 @@
 """Checkpoints: folders with every rank's shards (``sharded.py``), and single files as one device has them."""
 
+from lightning_autoparallel.checkpoint.background import BackgroundWriter, copied
+from lightning_autoparallel.checkpoint.consolidate import consolidate
+from lightning_autoparallel.checkpoint.location import Location
+from lightning_autoparallel.checkpoint.optimizers import optimizer_state
 from lightning_autoparallel.checkpoint.sharded import (
     RANDOM_STATE,
-    is_sharded_checkpoint,
+    folder_of,
     load_sharded_checkpoint,
     model_state,
-    optimizer_state,
-    save_sharded_checkpoint,
+    save_folder,
 )
 from lightning_autoparallel.checkpoint.single import (
     full_model_state,
@@ -14,16 +17,25 @@ from lightning_autoparallel.checkpoint.single import (
     load_full_model_state,
     load_full_optimizer_state,
 )
+from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, state_bytes
+from lightning_autoparallel.checkpoint.together import first_rank_runs
 
 __all__ = [
+    "FILE_LIMIT_BYTES",
     "RANDOM_STATE",
+    "BackgroundWriter",
+    "Location",
+    "consolidate",
+    "copied",
+    "first_rank_runs",
+    "folder_of",
     "full_model_state",
     "full_optimizer_state",
-    "is_sharded_checkpoint",
     "load_full_model_state",
     "load_full_optimizer_state",
     "load_sharded_checkpoint",
     "model_state",
     "optimizer_state",
-    "save_sharded_checkpoint",
+    "save_folder",
+    "state_bytes",
 ]

@@ -1,84 +1,164 @@
-"""Sharded checkpoints: a folder with every rank's shards of model and optimizers, the Trainer's state beside them."""
+"""Sharded checkpoints: a folder with every rank's shards of model and optimizers, the Trainer's state beside them.
+
+Keys are those of Lightning's own folders (``model``, ``optimizer_0``, ..., ``meta.pt``), so that its tools read ours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from lightning_autoparallel.checkpoint.location import TRAINER_STATE, Location
+from lightning_autoparallel.checkpoint.optimizers import empty_optimizer_state, load_optimizer_state
 from lightning_autoparallel.errors import CheckpointError
-from lightning_autoparallel.lightning_compat import LightningOptimizer
+from lightning_autoparallel.torch_compat.dcp import LoadPlanner, reader_of, writer_to
 
-_TRAINER_STATE = "meta.pt"
 RANDOM_STATE = "autoparallel_random_state"
+MODEL, OPTIMIZER = "model", "optimizer_{}"
 
-
-def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a folder that ``save_sharded_checkpoint`` has written."""
-    return (path / _TRAINER_STATE).is_file()
+OnFirstRank = Callable[[Callable[[], None]], None]
+"""Calls a function on rank 0; all ranks wait, and raise if it has raised."""
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
-    """Parameters (this rank's shards, as DTensors) and persistent buffers, on the CPU."""
-    return get_model_state_dict(module, options=StateDictOptions(cpu_offload=True))
+    """Parameters (this rank's shards, as DTensors) and persistent buffers."""
+    return get_model_state_dict(module)
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
-    """This rank's shards of an optimizer's state, keyed by parameter names."""
-    plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return get_optimizer_state_dict(module, plain, options=StateDictOptions(cpu_offload=True))
-
-
-def save_sharded_checkpoint(
-    checkpoint: dict[str, Any], path: Path, random_state: Mapping[str, int], is_first: bool
-) -> None:
-    """Write Lightning's ``checkpoint`` as a folder at ``path``; every rank calls it, ``is_first`` on rank 0.
+def folder_of(checkpoint: Mapping[str, Any], random_state: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Lightning's ``checkpoint`` as what ranks write together, and what rank 0 writes beside it.
 
     ``random_state`` is the engine's seed and count of steps that drew: a resumed run goes on with new draws.
     """
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file: a sharded checkpoint is a folder; remove it or choose another name")
-    path.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Any] = {"state_dict": checkpoint.pop("state_dict")}
-    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-        tensors[f"optimizer_{index}"] = state
-    dcp.save(tensors, checkpoint_id=path)
-    if is_first:
-        torch.save({**checkpoint, RANDOM_STATE: dict(random_state)}, path / _TRAINER_STATE)
+    rest = dict(checkpoint)
+    tensors: dict[str, Any] = {MODEL: rest.pop("state_dict")}
+    for index, state in enumerate(rest.pop("optimizer_states", [])):
+        tensors[OPTIMIZER.format(index)] = state
+    return tensors, {**rest, RANDOM_STATE: dict(random_state)}
+
+
+def save_folder(
+    tensors: dict[str, Any], beside: dict[str, Any], location: Location, on_first_rank: OnFirstRank, group: Any = None
+) -> None:
+    """Write a folder, which is there when it is whole; every rank of ``group`` calls it.
+
+    Raises:
+        CheckpointError: something else is at ``location``, or a rank could not write; what was there stays, where
+            folders can be renamed.
+    """
+    if location.is_file() and not location.is_local:
+        raise CheckpointError(f"{location} is a file: a sharded checkpoint is a folder; choose another name")
+    on_first_rank(location.prepare)
+    staging = location.staging()
+    path = staging.path if staging.is_local else staging.url
+    writer = writer_to(path, location.options)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"{location} could not be written: {_reason(error)}") from error
+
+    def finish() -> None:
+        with staging.file_system.open(staging.child(TRAINER_STATE).path, "wb") as file:
+            torch.save(beside, file)
+        location.publish()
+
+    on_first_rank(finish)
 
 
 def load_sharded_checkpoint(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+    location: Location, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Load a folder written by ``save_sharded_checkpoint``; the Trainer's state and the random state.
+    """Load a folder into a module and its optimizers, on whatever mesh; the Trainer's state and the random state.
+
+    Args:
+        optimizers: those to restore; none are, where the folder holds weights only.
+        weights_only: as for ``torch.load``, whose default is True: nothing is unpickled but tensors and plain values.
 
     Raises:
-        CheckpointError: ``path`` is no sharded checkpoint.
+        CheckpointError: there is no complete sharded checkpoint, or it does not fit.
     """
-    if not is_sharded_checkpoint(path):
-        raise CheckpointError(
-            f"{path} is no checkpoint: expected a file, or a folder with {_TRAINER_STATE}, as this strategy saves them"
-        )
-    trainer_state = torch.load(path / _TRAINER_STATE, map_location="cpu", weights_only=bool(weights_only))
-    states = {"state_dict": model_state(module)}
-    states.update({f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)})
+    reader, metadata, trainer_state = opened(location, weights_only)
+    _check_names(location, metadata, module, strict)
+    states = {MODEL: model_state(module)}
+    saved = [index for index in range(len(optimizers)) if _has(metadata, OPTIMIZER.format(index))]
+    for index in saved:
+        key = OPTIMIZER.format(index)
+        states[key] = empty_optimizer_state(module, optimizers[index], metadata, key)
     try:
-        dcp.load(states, checkpoint_id=path)
-    except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"{path} does not fit the model: {error}") from error
-    set_model_state_dict(module, states["state_dict"], options=StateDictOptions(strict=strict))
-    for index, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(module, optimizer, states[f"optimizer_{index}"])
+        dcp.load(
+            states,
+            storage_reader=reader,
+            planner=LoadPlanner(weights_only),
+            no_dist=not dist.is_initialized(),
+        )
+    except (dcp.api.CheckpointException, ValueError) as error:
+        raise CheckpointError(f"{location} does not fit the model: {_reason(error)}") from error
+    set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
+    for index in saved:
+        load_optimizer_state(module, optimizers[index], states[OPTIMIZER.format(index)])
     return trainer_state, trainer_state.pop(RANDOM_STATE, {})
+
+
+def opened(location: Location, weights_only: bool | None) -> tuple[dcp.FileSystemReader, Metadata, dict[str, Any]]:
+    """What reads the shards, what they are, and the Trainer's state.
+
+    Raises:
+        CheckpointError: there is no complete sharded checkpoint, or it is not to be trusted.
+    """
+    if not location.is_sharded():
+        raise CheckpointError(
+            f"{location} is no checkpoint: expected a file, or a folder with {TRAINER_STATE} and .metadata, as this "
+            "strategy saves them"
+        )
+    reader = reader_of(location.path if location.is_local else location.url, location.options, weights_only)
+    return reader, _read(location, reader.read_metadata), _read(location, lambda: _load(location, weights_only))
+
+
+def _load(location: Location, weights_only: bool | None) -> dict[str, Any]:
+    file = location.child(TRAINER_STATE)
+    with file.file_system.open(file.path, "rb") as stream:
+        state: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=weights_only)
+    return state
+
+
+def _read(location: Location, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{location} holds objects of Python, which are not unpickled from a file that may be a stranger's; if you "
+            f"trust it, give weights_only=False to the Trainer's method: {error}"
+        ) from error
+
+
+def _has(metadata: Metadata, key: str) -> bool:
+    return any(path[0] == key for path in (metadata.planner_data or {}).values())
+
+
+def _check_names(location: Location, metadata: Metadata, module: nn.Module, strict: bool) -> None:
+    if not strict:
+        return
+    stored = {".".join(map(str, path[1:])) for path in (metadata.planner_data or {}).values() if path[0] == MODEL}
+    present = set(model_state(module))
+    if stored != present:
+        raise CheckpointError(
+            f"{location} does not fit the model: it has no {sorted(present - stored)[:8]}, and the model has no "
+            f"{sorted(stored - present)[:8]} (strict_loading=False takes what both have)"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """Each rank's own words, without the traces around them."""
+    if not isinstance(error, dcp.api.CheckpointException):
+        return str(error)
+    failures = {str(failure[0]) for failure in error.failures.values()}
+    return "; ".join(sorted(failures)) or str(error)

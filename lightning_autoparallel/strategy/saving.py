@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.checkpoint import (
+    FILE_LIMIT_BYTES,
     RANDOM_STATE,
+    BackgroundWriter,
+    Location,
+    copied,
+    first_rank_runs,
+    folder_of,
     full_model_state,
     full_optimizer_state,
     load_full_model_state,
@@ -18,24 +24,40 @@ from lightning_autoparallel.checkpoint import (
     load_sharded_checkpoint,
     model_state,
     optimizer_state,
-    save_sharded_checkpoint,
+    save_folder,
+    state_bytes,
 )
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import CheckpointError, ConfigError
+from lightning_autoparallel.lightning_compat import rank_zero_info, rank_zero_warn
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.strategy.world import WorldStrategy
+
+AsFolder = bool | Literal["auto"]
 
 
 class SavingStrategy(WorldStrategy):
     """Saves what the engine's module and the optimizers hold; ``_loaded_file`` says what was loaded last."""
 
     def __init__(
-        self, spec: MeshSpec, process_group_backend: str | None, timeout: timedelta, save_distributed_checkpoint: bool
+        self,
+        spec: MeshSpec,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        save_distributed_checkpoint: AsFolder,
+        async_save: bool,
     ) -> None:
         super().__init__(spec, process_group_backend, timeout)
+        if save_distributed_checkpoint not in (True, False, "auto"):
+            raise ConfigError(
+                f"save_distributed_checkpoint={save_distributed_checkpoint!r}: True writes folders, False single "
+                'files, and "auto" files as long as they are small'
+            )
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._engine: StepEngine | None = None
-        self._loaded_file = False
+        self._loaded_file = self._failed = False
+        self._writer = BackgroundWriter(timeout) if async_save else None
+        self._as_folder: bool | None = None  # what the last checkpoint was
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -47,53 +69,125 @@ class SavingStrategy(WorldStrategy):
         """``load_checkpoint`` restores optimizers from a folder; a file goes Lightning's way."""
         return self._loaded_file
 
+    # -- saving ------------------------------------------------------------------------------------------------------
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards of the model, or for a single file the whole model on rank 0."""
         assert self.lightning_module is not None
-        if self.save_distributed_checkpoint:
+        if self._choose_kind():
             return model_state(self.lightning_module)
         return full_model_state(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's shards of an optimizer's state, or for a single file the whole state on rank 0."""
         assert self.lightning_module is not None
-        if self.save_distributed_checkpoint:
+        if self._as_folder if self._as_folder is not None else self._choose_kind():
             return optimizer_state(self.lightning_module, optimizer)
         return full_optimizer_state(optimizer, keep=self.is_global_zero)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a folder with every rank's shards, or one file from rank 0."""
-        assert self._engine is not None
-        path = Path(self.broadcast(filepath))
-        if not self.save_distributed_checkpoint:
-            self._save_file(checkpoint, path, storage_options)
-            return
-        if storage_options is not None:
-            raise ConfigError(
-                "storage_options are not supported: sharded checkpoints are written by torch, not by Lightning; "
-                "set save_distributed_checkpoint=False for a single file"
+    def _choose_kind(self) -> bool:
+        """Whether the next checkpoint is a folder; the same on all ranks, which have the same tensors."""
+        assert self.lightning_module is not None
+        before, chosen = self._as_folder, self.save_distributed_checkpoint
+        if isinstance(chosen, bool):
+            self._as_folder = chosen
+            return chosen
+        size = state_bytes(self.lightning_module, self.optimizers)
+        self._as_folder = size > FILE_LIMIT_BYTES
+        if self._as_folder != before:
+            kind = "folders of every rank's shards" if self._as_folder else "single files, as one device writes them"
+            rank_zero_info(
+                f"autoparallel: checkpoints are {kind}: the whole state has {size / 1e9:.3g} GB, and files are written "
+                f"up to {FILE_LIMIT_BYTES / 1e9:g} GB (save_distributed_checkpoint says otherwise)"
             )
-        save_sharded_checkpoint(checkpoint, path, random_state=self._engine.random_state, is_first=self.is_global_zero)
+        return self._as_folder
 
-    def _save_file(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
-        if self.broadcast(path.is_dir()):  # as rank 0 sees it, for all ranks to stop or go on
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a folder with every rank's shards, or one file from rank 0; with ``async_save`` on a thread.
+
+        Raises:
+            CheckpointError: this or the write before it has failed, on all ranks.
+        """
+        self.wait_for_checkpoint()
+        path = self.broadcast(str(filepath))
+        random_state = {} if self._engine is None else self._engine.random_state
+        if any(isinstance(value, DTensor) for value in checkpoint.get("state_dict", {}).values()) or self._as_folder:
+            location = Location(path, storage_options)
+            tensors, beside = folder_of(checkpoint, random_state)
+            if self._writer is None:
+                save_folder(tensors, beside, location, first_rank_runs)
+                return
+            group, tensors, beside = self._writer.group, copied(tensors), copied(beside)
+            self._writer.submit(
+                lambda: save_folder(
+                    tensors, beside, location, lambda action: first_rank_runs(action, group), group=group
+                )
+            )
+            return
+        whole = {**checkpoint, RANDOM_STATE: random_state}
+        if self._writer is None:
+            first_rank_runs(lambda: self._write_file(whole, path, storage_options))
+            return
+        group, whole = self._writer.group, copied(whole) if self.is_global_zero else whole
+        self._writer.submit(lambda: first_rank_runs(lambda: self._write_file(whole, path, storage_options), group))
+
+    def _write_file(self, whole: dict[str, Any], path: str, storage_options: Any) -> None:
+        location = Location(path)
+        if location.is_sharded():
+            location.remove()  # of an earlier save, which was larger
+        if location.is_folder():
             raise CheckpointError(f"{path} is a folder, not a file: remove it or choose another name")
-        if self.is_global_zero:
-            assert self._engine is not None
-            whole = {**checkpoint, RANDOM_STATE: self._engine.random_state}
-            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+        self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or folder, once what is to take its place is written."""
+        if not self.is_global_zero:
+            return
+        if self._writer is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._writer.after_last(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointError: what was being written could not be.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that training ends with an error, which another one must not hide."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def end_saving(self) -> None:
+        """Wait for the last checkpoint; where training has failed, its error is the one to be raised."""
+        try:
+            self.wait_for_checkpoint()
+        except CheckpointError as error:
+            if not self._failed:
+                raise
+            rank_zero_warn(f"autoparallel: the last checkpoint could not be written: {error}")
+
+    # -- loading -----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder of shards into the sharded model and its optimizers, or read a single file for Lightning."""
         assert self.lightning_module is not None
-        path = self.broadcast(checkpoint_path)
-        self._loaded_file = not Path(path).is_dir()
-        if self._loaded_file:
+        self.wait_for_checkpoint()
+        path = self.broadcast(str(checkpoint_path))
+        location = None if path.startswith("http") else Location(path)
+        if location is not None:
+            first_rank_runs(location.put_back)
+        self._loaded_file = location is None or not location.is_folder()
+        if location is None or self._loaded_file:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             random_state = checkpoint.pop(RANDOM_STATE, {})
         else:
             checkpoint, random_state = load_sharded_checkpoint(
-                Path(path),
+                location,
                 self.lightning_module,
                 self.optimizers,
                 strict=self.lightning_module.strict_loading,

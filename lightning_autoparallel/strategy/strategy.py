@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,11 @@ class AutoParallelStrategy(SavingStrategy):
         disabled_passes: graph passes to leave out, by name.
         bucket_mb: megabytes (1e6 bytes, of the gathered or not yet scattered tensor) that collectives of one block
             are merged up to; the size that fills the link unless given.
-        save_distributed_checkpoint: write checkpoints as folders of every rank's shards; otherwise as one file with
-            whole tensors, as one device writes and loads it. Both kinds are loaded either way.
+        save_distributed_checkpoint: write checkpoints as folders of every rank's shards (True), or as one file with
+            whole tensors, as one device writes and loads it (False). ``"auto"`` writes files as long as the whole state
+            has at most 8 GB. Both kinds are loaded either way, on any mesh.
+        async_save: go on training once a checkpoint is copied to the host's memory, and write it meanwhile. What fails
+            is an error at the next checkpoint, or at the end.
         hardware: what times are predicted for: ``"h100"`` or another name of ``cost.HARDWARE``, or a mapping with
             measured rates, ``{"base": "h100", "matmul_fraction": 0.6}``; ``"cpu"`` over gloo, else ``"h100"``, unless
             given.
@@ -102,13 +105,14 @@ class AutoParallelStrategy(SavingStrategy):
         batch_dims: dict[str, int | None] | None = None,
         disabled_passes: list[str] | None = None,
         bucket_mb: float | None = None,
-        save_distributed_checkpoint: bool = True,
+        save_distributed_checkpoint: bool | Literal["auto"] = "auto",
+        async_save: bool = False,
         hardware: str | dict[str, Any] | None = None,
         decompose_matmuls: str | dict[str, Any] = "auto",
         capture: str | dict[str, Any] = "auto",
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
-        super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint)
+        super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint, async_save)
         self.config = EngineConfig(
             plan=PlanSpec.parse(plan),
             reshard_after_forward=reshard_after_forward,
@@ -309,6 +313,7 @@ class AutoParallelStrategy(SavingStrategy):
 
     def teardown(self) -> None:
         """Leave the shards where they are: they may be used again."""
+        self.end_saving()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["registered_children", "tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = ["registered_children", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
 def registered_children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

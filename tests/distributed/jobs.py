@@ -111,9 +111,7 @@ class Losses(Callback):
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.values.append(
-            float(outputs["loss"]) if outputs else math.nan
-        )
+        self.values.append(float(outputs["loss"]) if outputs else math.nan)
 
 
 def make_strategy(mesh: Mapping[str, int], options: Mapping[str, Any]) -> AutoParallelStrategy:

@@ -17,6 +17,7 @@ from tests.numerics.training import full
 from tests.worlds import Worlds
 
 HALF, ALL = 10, 20
+FOLDERS = {"save_distributed_checkpoint": True}
 
 
 class Resumable(Net):
@@ -49,7 +50,7 @@ def fit(steps: int, save_to: str | None, resume_from: str | None, width: int = 1
     module = Resumable(width)
     if resume_from is not None:
         torch.nn.init.zeros_(module.net[0].weight)  # what is not restored will show
-    strategy, losses = make_strategy(MESH, {}), Losses()
+    strategy, losses = make_strategy(MESH, FOLDERS), Losses()
     module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,10 +98,11 @@ def test_what_is_no_checkpoint(worlds: Worlds, tmp_path: Path) -> None:
     folder.mkdir()
     for text in worlds(2).run(error_of, ALL, None, str(folder)):
         assert text.startswith(f"CheckpointError: {folder} is no checkpoint: expected a file, or a folder with meta.pt")
-    for text in worlds(2).run(error_of, 1, str(file), None):
-        assert text == f"CheckpointError: {file} is a file: a sharded checkpoint is a folder; remove it or choose " + (
-            "another name"
-        )
+    (folder / "something").touch()
+    for text in worlds(2).run(error_of, 1, str(folder), None):
+        assert text == f"CheckpointError: {folder} is a folder, but no checkpoint: remove it or choose another name"
+    assert worlds(2).run(error_of, 1, str(file), None) == ["no error"] * 2
+    assert file.is_dir()  # as a file takes the place of a file
 
 
 def test_another_model(worlds: Worlds, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_another_model(worlds: Worlds, tmp_path: Path) -> None:
 
 def fit_with_callback(folder: str) -> tuple[str, list[str], int]:
     """Train with ModelCheckpoint; the last path, what is in the folder, and the step of a run resumed from it."""
-    module, strategy = Resumable(), make_strategy(MESH, {})
+    module, strategy = Resumable(), make_strategy(MESH, FOLDERS)
     module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=-1, save_last=True)
     with warnings.catch_warnings():
@@ -121,7 +123,7 @@ def fit_with_callback(folder: str) -> tuple[str, list[str], int]:
         trainer.fit(module)
         strategy.barrier()
         written = sorted(path.name for path in Path(folder).iterdir())
-        again = make_trainer(make_strategy(MESH, {}), 2, max_steps=11, max_epochs=-1)
+        again = make_trainer(make_strategy(MESH, FOLDERS), 2, max_steps=11, max_epochs=-1)
         again.fit(module, ckpt_path=saver.best_model_path or saver.last_model_path, weights_only=False)
     return saver.last_model_path, written, again.global_step
 

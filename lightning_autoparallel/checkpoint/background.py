@@ -1,0 +1,64 @@
+"""Writing while training goes on: one write at a time, on a thread and a process group of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
+
+
+class BackgroundWriter:
+    """Runs writes one after another; all ranks submit the same ones, in the same order."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._last: Future[None] | None = None
+        self._group: Any = None
+
+    @property
+    def group(self) -> Any:
+        """For what ranks say to each other while they write; every rank asks for it at its first write."""
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            with one_gloo_thread():
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Write later; ``wait`` raises what it raises."""
+        self._last = self._thread.submit(write)
+
+    def after_last(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once the last write has succeeded, and not if it has failed: at once where there is none."""
+        last = self._last
+        if last is None:
+            action()
+            return
+        self._thread.submit(lambda: None if last.exception() is not None else action())
+
+    def wait(self) -> None:
+        """Return when nothing is left to write.
+
+        Raises:
+            CheckpointError: the last write has failed, on all ranks.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            self._thread.submit(lambda: None).result()  # what was to follow it, too
+            last.result()
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy on the host of all tensors, which training does not change."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        made: Any = stager.stage(state)
+    finally:
+        stager.close()
+    return dict(made)
