@@ -68,7 +68,7 @@ class Location:
             raise CheckpointError(f"{self} is a folder, but no checkpoint: remove it or choose another name")
         staging = self.staging()
         if staging is self:
-            self.child(TRAINER_STATE).remove()  # from here on it is none
+            (self if self.is_file() else self.child(TRAINER_STATE)).remove()  # from here on there is none
         else:
             staging.remove()
         staging.file_system.makedirs(staging.path, exist_ok=True)

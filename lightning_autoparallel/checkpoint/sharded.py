@@ -55,8 +55,6 @@ def save_folder(
         CheckpointError: something else is at ``location``, or a rank could not write; what was there stays, where
             folders can be renamed.
     """
-    if location.is_file() and not location.is_local:
-        raise CheckpointError(f"{location} is a file: a sharded checkpoint is a folder; choose another name")
     on_first_rank(location.prepare)
     staging = location.staging()
     path = staging.path if staging.is_local else staging.url
