@@ -214,6 +214,12 @@ class StepEngine:
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 
+    def forget(self, name: str) -> None:
+        """Let go of all that was captured of a step, by whatever dataloader."""
+        kept = {key: known for key, known in self._variants.items() if key[0].partition(".")[0] != name}
+        self._variants = kept
+        self._captures = {key: count for key, count in self._captures.items() if key.partition(".")[0] != name}
+
     def _module_state(self) -> Any:
         """What besides the batch changes the graph: modes of submodules, frozen parameters."""
         if self._modes is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.config import CaptureSpec
 from lightning_autoparallel.contracts import PlanReport
-from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFailedError
+from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFailedError, TooManyCapturesError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is_param_in_hook_signature, rank_zero_warn
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
@@ -84,6 +84,10 @@ class LightningSteps:
         if self.mode(name) == "step":
             try:
                 return self._run_captured(name, args, around)
+            except TooManyCapturesError as error:
+                if self._capture.mode == "step":
+                    return self._run_captured_anew(name, args, around, error)
+                self._climb_down(name, error)
             except (*NOT_CAPTURED, RanksDifferError) as error:
                 self._climb_down(name, error)
         with around():
@@ -126,17 +130,30 @@ class LightningSteps:
         effects.replay(result.effect_tensors, result.effect_whole, result.numbers)
         return result.output
 
+    def _run_captured_anew(self, name: str, args: tuple[Any, ...], around: Any, error: TooManyCapturesError) -> Any:
+        """Where nothing but whole steps was asked for, a training does not end because there are many kinds of them."""
+        self._notice(
+            f"autoparallel: {_located(error, getattr(self._module, name))}. What was captured of {name} so far is let "
+            'go, and captured again where it is needed, which takes time; capture="auto" runs such a step\'s own Python'
+        )
+        self._engine.forget(name)
+        return self._run_captured(name, args, around)
+
     def _climb_down(self, name: str, error: Exception) -> None:
         """From here on the step's Python runs at every step; on all ranks, which have all met an error.
 
         Raises:
             Exception: the error itself, where the whole step was asked for.
         """
+        reason = _located(error, getattr(self._module, name))
         if self._capture.mode == "step":
-            raise error.__cause__ if isinstance(error, StepFailedError) and error.__cause__ else error
+            if isinstance(error, StepFailedError) and error.__cause__:
+                raise error.__cause__
+            if not isinstance(error, RanksDifferError):  # which is of the batch, not of the step
+                error.args = (reason,)
+            raise error
         self.modes[name] = "forward"
         as_if_plainly_logged(self._trainer, self._logged_as)
-        reason = str(error) if _LINE.search(str(error)) else f"{_place_of(getattr(self._module, name))}: {error}"
         self._notice(
             f"autoparallel: {name} runs in forward mode: {reason}. Its Python runs at every step on each rank's rows, "
             "as under DDP: the loss is that of these rows, and what is captured is what its modules compute"
@@ -192,6 +209,11 @@ def _loss_of(output: Any) -> Tensor:
             f"training_step returned a loss of shape {tuple(loss.shape)}: reduce it to one number, e.g. .mean()"
         )
     return loss
+
+
+def _located(error: Exception, step: Callable[..., Any]) -> str:
+    """The error's message with a line of the user's code, that of the step if it names none."""
+    return str(error) if _LINE.search(str(error)) else f"{_place_of(step)}: {error}"
 
 
 def _place_of(step: Callable[..., Any]) -> str:

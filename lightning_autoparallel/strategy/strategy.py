@@ -57,7 +57,8 @@ class AutoParallelStrategy(SavingStrategy):
             ``"prefer_recompute"``: save only what code outside the block reads. Regions of
             ``torch.utils.checkpoint`` in the model stay as they are.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
-        max_captures: how many kinds of batches and branches a step may have before it is refused.
+        max_captures: how many kinds of batches and branches of a step are captured before it runs in forward mode, or,
+            where ``capture="step"`` asks for whole steps only, is captured from the start again.
         dump_dir: where to write graphs before and after each pass, and reports.
         process_group_backend: NCCL on CUDA and gloo on CPU unless given.
         timeout: of collectives.
