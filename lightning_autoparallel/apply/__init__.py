@@ -1,5 +1,6 @@
 """Write the global graph and its plan out as the graph each rank runs, and shard the parameters to match."""
 
+from lightning_autoparallel.apply.gather import gather_module, rebind, shard_like, sharded_state, whole_state
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
@@ -15,9 +16,14 @@ __all__ = [
     "ParameterLayout",
     "Replacements",
     "check_initialised",
+    "gather_module",
     "lower_graph",
     "materialise_module",
     "parameter_layouts",
+    "rebind",
+    "shard_like",
     "shard_module",
+    "sharded_state",
     "share_buffers",
+    "whole_state",
 ]

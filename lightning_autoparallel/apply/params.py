@@ -110,7 +110,8 @@ class Replacements:
 
     def note(self, before: nn.Parameter, now: nn.Parameter) -> None:
         """``now`` is in the module where ``before`` was."""
-        self._pairs.append((weakref.ref(before), now))
+        kept = [(ref, now if held is before else held) for ref, held in self._pairs if ref() is not None]
+        self._pairs[:] = [*kept, (weakref.ref(before), now)]
 
     def rebind(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
         """Put what is in the module now into an optimizer's groups, in place; what was replaced there."""

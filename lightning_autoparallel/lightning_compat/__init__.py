@@ -4,6 +4,8 @@ Type checkers see those of ``lightning.pytorch``; ``pytorch_lightning`` has the 
 public name here. The command line is in ``lightning_compat.cli``.
 """
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightning_autoparallel.lightning_compat.flavour import (
@@ -67,6 +69,19 @@ else:
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 
+
+def weights_only_of_run() -> bool | None:
+    """What ``fit`` or a sibling was given as ``weights_only``: Lightning 2.6 forgets it where shards are restored.
+
+    ``Trainer._run`` does not hand it on to strategies that restore after setup, so it is read from that call's frame.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    given = None if frame is None else frame.f_locals.get("weights_only")
+    return given if isinstance(given, bool) else None
+
+
 all_gather_if_available = distributed._all_gather_ddp_if_available
 default_process_group_backend = distributed._get_default_process_group_backend_for_device
 distributed_is_initialized = distributed._distributed_is_initialized
@@ -112,4 +127,5 @@ __all__ = [
     "refuse_other_flavour",
     "reset_seed",
     "sync_if_available",
+    "weights_only_of_run",
 ]

@@ -16,6 +16,7 @@ from lightning_autoparallel.apply import (
     ParameterLayout,
     Replacements,
     check_initialised,
+    gather_module,
     materialise_module,
     parameter_layouts,
     shard_module,
@@ -126,6 +127,11 @@ class StepEngine:
         for name, parameter in self.module.named_parameters():
             attached[name].put_on(parameter)
         share_buffers(self.module)
+
+    def gather_parameters(self) -> None:
+        """Undo ``shard_parameters``: whole parameters on the host of every rank; what was captured is kept."""
+        gather_module(self.module, self.replacements)
+        self._checked = None
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""

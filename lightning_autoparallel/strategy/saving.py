@@ -29,7 +29,7 @@ from lightning_autoparallel.checkpoint import (
 )
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import CheckpointError, ConfigError
-from lightning_autoparallel.lightning_compat import rank_zero_info, rank_zero_warn
+from lightning_autoparallel.lightning_compat import rank_zero_info, rank_zero_warn, weights_only_of_run
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.strategy.world import WorldStrategy
 
@@ -177,6 +177,7 @@ class SavingStrategy(WorldStrategy):
         """Load a folder of shards into the sharded model and its optimizers, or read a single file for Lightning."""
         assert self.lightning_module is not None
         self.wait_for_checkpoint()
+        weights_only = weights_only_of_run() if weights_only is None else weights_only
         path = self.broadcast(str(checkpoint_path))
         location = None if path.startswith("http") else Location(path)
         if location is not None:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_autoparallel.apply import rebind, sharded_state, whole_state
+from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, state_bytes
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
-from lightning_autoparallel.errors import ConfigError, StepFailedError
+from lightning_autoparallel.errors import StepFailedError
 from lightning_autoparallel.lightning_compat import (
     A_TRAINER,
     LightningModule,
@@ -72,6 +74,9 @@ class AutoParallelStrategy(SavingStrategy):
             has at most 8 GB. Both kinds are loaded either way, on any mesh.
         async_save: go on training once a checkpoint is copied to the host's memory, and write it meanwhile. What fails
             is an error at the next checkpoint, or at the end.
+        leave_sharded: keep parameters in shards (DTensors) after ``fit`` and its siblings. Otherwise they and the
+            optimizers' state are whole plain tensors on the host again, as after a training on one device, if they have
+            at most 8 GB.
         hardware: what times are predicted for: ``"h100"`` or another name of ``cost.HARDWARE``, or a mapping with
             measured rates, ``{"base": "h100", "matmul_fraction": 0.6}``; ``"cpu"`` over gloo, else ``"h100"``, unless
             given.
@@ -108,6 +113,7 @@ class AutoParallelStrategy(SavingStrategy):
         bucket_mb: float | None = None,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_save: bool = False,
+        leave_sharded: bool = False,
         hardware: str | dict[str, Any] | None = None,
         decompose_matmuls: str | dict[str, Any] = "auto",
         capture: str | dict[str, Any] = "auto",
@@ -133,7 +139,8 @@ class AutoParallelStrategy(SavingStrategy):
         self.capture = CaptureSpec.parse(capture)
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
-        self._skips = False
+        self._skips = self._is_sharded = False
+        self.leave_sharded = leave_sharded
         # again: the other flavour may have been imported after this package
         refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
 
@@ -201,6 +208,8 @@ class AutoParallelStrategy(SavingStrategy):
     def _engine_for(self, module: LightningModule) -> StepEngine:
         precision = self.precision_plugin
         if self._engine is not None and self._engine.module is module and self._engine_precision == precision.precision:
+            if not self._is_sharded:
+                self._place_parameters(self._engine)
             return self._engine
         assert self._control is not None
         precision.convert_module(module)
@@ -219,6 +228,7 @@ class AutoParallelStrategy(SavingStrategy):
     def _place_parameters(self, engine: StepEngine) -> None:
         """A step of its own, because planning for a fake world leaves it out."""
         engine.shard_parameters()
+        self._is_sharded = True
 
     def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
         """Capture before the first step, so that what is wrong with it shows before anything has run."""
@@ -240,19 +250,11 @@ class AutoParallelStrategy(SavingStrategy):
         """Optimizers over the sharded parameters; those of an earlier fit would hold others."""
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
         super().setup_optimizers(trainer)
-        for optimizer in self._optimizers:
-            self._rebind(optimizer)
-            check_optimizer(optimizer)
-
-    def _rebind(self, optimizer: Optimizer) -> None:
-        """An optimizer that was made before the parameters were sharded trains what is in the module now."""
         assert self._engine is not None
-        for parameter in self._engine.replacements.rebind(optimizer.param_groups):
-            if optimizer.state.pop(parameter, None):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} has taken steps on parameters that are sharded now: make it in "
-                    "configure_optimizers, and load its state from a checkpoint (ckpt_path)"
-                )
+        for optimizer in self._optimizers:
+            # one that was made before the parameters were sharded trains what is in the module now
+            rebind(optimizer, self._engine.replacements, sharded_state)
+            check_optimizer(optimizer)
 
     def model_to_device(self) -> None:
         """Sharding has put every parameter where it belongs."""
@@ -313,12 +315,32 @@ class AutoParallelStrategy(SavingStrategy):
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def teardown(self) -> None:
-        """Leave the shards where they are: they may be used again."""
+        """Write what is left to write, and give the module its whole parameters back."""
         self.end_saving()
+        self._give_back()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def _give_back(self) -> None:
+        """After training the module is that of one device, where it fits."""
+        module, engine = self.lightning_module, self._engine
+        if module is None or engine is None or self._failed or self.leave_sharded or not self._is_sharded:
+            return
+        size = state_bytes(module, self.optimizers)
+        if size > FILE_LIMIT_BYTES:
+            rank_zero_info(
+                f"autoparallel: parameters stay in shards: with the optimizers' state they have {size / 1e9:.3g} GB, "
+                f"and up to {FILE_LIMIT_BYTES / 1e9:g} GB are gathered"
+            )
+            return
+        engine.gather_parameters()
+        for optimizer in self.optimizers:
+            rebind(optimizer, engine.replacements, whole_state)
+        module.cpu()
+        module._device_mesh = None
+        self._is_sharded = False
 
 
 def _show_progress(graph: str, stage: str, seconds: float) -> None:

@@ -22,7 +22,7 @@ from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.strategy import saving
 from tests.conformance.saved import ALL, HALF, Place, Run, go, state_of
 from tests.distributed.jobs import MESH, Losses, make_strategy, make_trainer
-from tests.worlds import Worlds
+from tests.worlds import WorldError, Worlds
 
 FOLDER: dict[str, Any] = {"save_distributed_checkpoint": True}
 TWO = Place("2")
@@ -133,6 +133,10 @@ def load(folder: str, **options: Any) -> str:
     return "no error"
 
 
+def load_trusting(folder: str) -> str:
+    return load(folder, weights_only=False)
+
+
 @pytest.mark.parametrize("where", [".metadata", "meta.pt"])
 def test_nothing_is_unpickled_from_a_file_of_a_stranger(where: str, worlds: Worlds, tmp_path: Path) -> None:
     folder, mark = written(worlds, tmp_path), tmp_path / "mark"
@@ -143,6 +147,9 @@ def test_nothing_is_unpickled_from_a_file_of_a_stranger(where: str, worlds: Worl
     (text,) = worlds(1).run(load, folder)
     assert "give weights_only=False to the Trainer's method" in text
     assert not mark.exists()
+    with pytest.raises(WorldError):  # what is no checkpoint cannot be loaded, but now it was asked for
+        worlds(1).run(load_trusting, folder)
+    assert mark.exists()
 
 
 def fail(path: str, options: dict[str, Any], at: tuple[int, ...]) -> tuple[str, list[float]]:

@@ -1,0 +1,107 @@
+"""What a user has in hands after `fit`: the module and optimizers of one device."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.conformance.saved import MESHES, Run
+from tests.distributed.jobs import Losses, make_strategy, make_trainer
+from tests.tiers import tiered
+from tests.worlds import Worlds
+
+
+class Kept(Run):
+    """Its optimizer is made once, and its parameters carry what users hang on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.no_decay = True
+        self.heard: list[int] = []
+        self.net[0].weight.register_hook(lambda gradient: self.heard.append(1))
+        self.optimizer: Any = None
+
+    def configure_optimizers(self):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, eps=1e-4)
+        return self.optimizer
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss((batch[0], batch[1])))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.net[1](self.net[0](x))
+        return nn.functional.cross_entropy(self.uneven(torch.tanh(self.net[2](hidden))) * self.scale, y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def twice(mesh: Mapping[str, int] | None, leave_sharded: bool = False) -> dict[str, Any]:
+    """Fit, look, change a weight, validate, fit again with the same optimizer and Trainer's arguments."""
+    torch.manual_seed(0)
+    module, losses = Kept(), Losses()
+    strategy = make_strategy(mesh, {"leave_sharded": leave_sharded}) if mesh else None
+    shards = (lambda: (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)) if strategy else None
+    module.train_dataloader = module.val_dataloader = lambda: module.loader(*(shards() if shards else (0, 1)))
+    ranks = dist.get_world_size() if mesh else 1
+    seen: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(strategy, ranks, max_steps=3, max_epochs=-1, callbacks=[losses])
+        trainer.fit(module)
+        seen["types"] = {type(p) for p in module.parameters()} | {type(t) for t in module.state_dict().values()}
+        state = trainer.optimizers[0].state_dict()["state"]
+        seen["optimizer"] = {n: {k: v.clone() for k, v in own.items()} for n, own in state.items()}
+        seen["bound"] = [
+            p is q for p, q in zip(trainer.optimizers[0].param_groups[0]["params"], trained(module), strict=True)
+        ]
+        if leave_sharded:
+            return seen
+        with torch.no_grad():
+            seen["output"] = module.net(torch.ones(2, 6))
+        copied, file = copy.deepcopy(module), io.BytesIO()
+        torch.save(module.net, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        same = [torch.equal(a, b) for a, b in zip(copied.net.parameters(), loaded.parameters(), strict=True)]
+        seen["copied"] = all(same)
+        with torch.no_grad():
+            module.net[0].weight.mul_(0.5)
+        (validated,) = trainer.validate(module, verbose=False)
+        trainer.fit_loop.epoch_loop.max_steps = 6
+        trainer.fit(module)
+    seen |= {"losses": losses.values, "validated": validated["val"], "heard": len(module.heard)}
+    seen |= {"state": {name: value.clone() for name, value in module.state_dict().items()}}
+    return seen | {"no_decay": module.net[0].weight.no_decay}
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("mesh", tiered(["1", "2", "2x2"], {"1", "2"}.__contains__))
+def test_the_module_is_that_of_one_device(mesh: str, worlds: Worlds) -> None:
+    expected, size = twice(None), {"1": 1, "2": 2, "2x2": 4}[mesh]
+    for seen in worlds(size).run(twice, MESHES[mesh]):
+        assert seen["types"] == expected["types"] == {nn.Parameter, Tensor}
+        assert all(seen["bound"])
+        assert (seen["copied"], seen["no_decay"], seen["heard"]) == (True, True, expected["heard"])
+        for key in ("optimizer", "output", "losses", "validated", "state"):
+            torch.testing.assert_close(seen[key], expected[key], rtol=1e-4, atol=1e-6)
+
+
+def test_shards_stay_where_asked(worlds: Worlds) -> None:
+    for seen in worlds(2).run(twice, MESHES["2"], True):
+        assert DTensor in seen["types"]
+        assert isinstance(seen["optimizer"][0]["exp_avg"], DTensor)
