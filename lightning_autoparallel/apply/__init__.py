@@ -1,6 +1,7 @@
 """Write the global graph and its plan out as the graph each rank runs, and shard the parameters to match."""
 
-from lightning_autoparallel.apply.gather import gather_module, rebind, shard_like, sharded_state, whole_state
+from lightning_autoparallel.apply.copies import copies_of, shard_copy, take_whole_tensors
+from lightning_autoparallel.apply.gather import gather_module, gathered, rebind, shard_like, sharded_state, whole_state
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
@@ -16,14 +17,18 @@ __all__ = [
     "ParameterLayout",
     "Replacements",
     "check_initialised",
+    "copies_of",
     "gather_module",
+    "gathered",
     "lower_graph",
     "materialise_module",
     "parameter_layouts",
     "rebind",
+    "shard_copy",
     "shard_like",
     "shard_module",
     "sharded_state",
     "share_buffers",
+    "take_whole_tensors",
     "whole_state",
 ]

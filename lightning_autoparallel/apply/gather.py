@@ -40,6 +40,11 @@ def whole_on_host(value: Any) -> Any:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
 
 
+def gathered(state: Any) -> Any:
+    """``state`` with whole tensors on the host in the place of shards; every rank calls it with the same shards."""
+    return tree_map(lambda leaf: whole_on_host(leaf) if isinstance(leaf, DTensor) else leaf, state)
+
+
 def rebind(optimizer: Optimizer, replacements: Replacements, convert: Callable[[Tensor, str, Any], Any]) -> None:
     """Make an optimizer train what is in the module now; ``convert(parameter, key, value)`` makes what it keeps."""
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]

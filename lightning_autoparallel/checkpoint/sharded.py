@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from lightning_autoparallel.apply import gathered
 from lightning_autoparallel.checkpoint.location import TRAINER_STATE, Location
 from lightning_autoparallel.checkpoint.optimizers import empty_optimizer_state, load_optimizer_state
 from lightning_autoparallel.errors import CheckpointError
@@ -40,10 +41,10 @@ def folder_of(checkpoint: Mapping[str, Any], random_state: Mapping[str, int]) ->
     ``random_state`` is the engine's seed and count of steps that drew: a resumed run goes on with new draws.
     """
     rest = dict(checkpoint)
-    tensors: dict[str, Any] = {MODEL: rest.pop("state_dict")}
+    tensors: dict[str, Any] = {MODEL: rest.pop("state_dict", {})}
     for index, state in enumerate(rest.pop("optimizer_states", [])):
         tensors[OPTIMIZER.format(index)] = state
-    return tensors, {**rest, RANDOM_STATE: dict(random_state)}
+    return tensors, {**gathered(rest), RANDOM_STATE: dict(random_state)}
 
 
 def save_folder(
@@ -103,7 +104,8 @@ def load_sharded_checkpoint(
     set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
     for index in saved:
         load_optimizer_state(module, optimizers[index], states[OPTIMIZER.format(index)])
-    return trainer_state, trainer_state.pop(RANDOM_STATE, {})
+    random_state = trainer_state.pop(RANDOM_STATE, {})
+    return {**trainer_state, "state_dict": states[MODEL]}, random_state
 
 
 def opened(location: Location, weights_only: bool | None) -> tuple[dcp.FileSystemReader, Metadata, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +16,14 @@ from lightning_autoparallel.apply import (
     ParameterLayout,
     Replacements,
     check_initialised,
+    copies_of,
     gather_module,
     materialise_module,
     parameter_layouts,
+    shard_copy,
     shard_module,
     share_buffers,
+    take_whole_tensors,
 )
 from lightning_autoparallel.capture import (
     BatchLayout,
@@ -93,6 +96,7 @@ class StepEngine:
     _captures: dict[str, int] = field(default_factory=dict)
     backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
     _modes: ModuleStates | None = None
+    _copies: list[nn.Module] = field(default_factory=list)  # that are sharded, too
     _checked: Any = None  # what the module was made of when its parameters were looked at
     _structures: dict[str, Structures] = field(default_factory=dict)  # of module calls, by path
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
@@ -123,14 +127,23 @@ class StepEngine:
         attached = {name: Attached.of(parameter) for name, parameter in self.module.named_parameters()}
         materialise_module(self.module, self.layouts, self.device)
         shard_module(self.module, self.layouts, self.device, self.replacements)
+        take_whole_tensors(self.module)
         self.module.to(self.device)  # other tensors than parameters, and what modules do besides
         for name, parameter in self.module.named_parameters():
             attached[name].put_on(parameter)
         share_buffers(self.module)
 
+    def shard_copies(self, holders: Iterable[Any]) -> None:
+        """Shard copies of the module that ``holders`` keep in their attributes, as it is sharded itself."""
+        self._copies = copies_of(self.module, holders)
+        for copy in self._copies:
+            shard_copy(copy, self.layouts, self.device)
+
     def gather_parameters(self) -> None:
         """Undo ``shard_parameters``: whole parameters on the host of every rank; what was captured is kept."""
-        gather_module(self.module, self.replacements)
+        for module in (self.module, *self._copies):
+            gather_module(module, self.replacements)
+        self._copies = []
         self._checked = None
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_autoparallel.apply import gathered
 from lightning_autoparallel.checkpoint import (
     FILE_LIMIT_BYTES,
     RANDOM_STATE,
@@ -111,7 +111,7 @@ class SavingStrategy(WorldStrategy):
         self.wait_for_checkpoint()
         path = self.broadcast(str(filepath))
         random_state = {} if self._engine is None else self._engine.random_state
-        if any(isinstance(value, DTensor) for value in checkpoint.get("state_dict", {}).values()) or self._as_folder:
+        if self._as_folder:
             location = Location(path, storage_options)
             tensors, beside = folder_of(checkpoint, random_state)
             if self._writer is None:
@@ -124,7 +124,8 @@ class SavingStrategy(WorldStrategy):
                 )
             )
             return
-        whole = {**checkpoint, RANDOM_STATE: random_state}
+        # callbacks may have put shards of their own there
+        whole = {**gathered(checkpoint), RANDOM_STATE: random_state}
         if self._writer is None:
             first_rank_runs(lambda: self._write_file(whole, path, storage_options))
             return

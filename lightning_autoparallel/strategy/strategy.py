@@ -197,6 +197,8 @@ class AutoParallelStrategy(SavingStrategy):
         module = self.lightning_module
         check_module(module, whole_steps=self.capture.mode == "step")
         engine = self._engine_for(module)
+        if self._is_sharded:
+            engine.shard_copies(trainer.callbacks)  # type: ignore[attr-defined]
         self._steps = LightningSteps(module, trainer, engine, self.capture)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -1,0 +1,51 @@
+"""Copies of the module that others keep, averages of its weights for one: they lie in shards as it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_autoparallel.apply.gather import shard_like
+from lightning_autoparallel.apply.params import ParameterLayout, shard_module, share_buffers
+
+
+def copies_of(module: nn.Module, holders: Iterable[Any]) -> list[nn.Module]:
+    """Modules of the same class with parameters of the same names and shapes in the attributes of ``holders``."""
+    own, shapes = set(module.modules()), _shapes(module)
+    values = [value for holder in holders for value in vars(holder).values() if isinstance(value, nn.Module)]
+    parts = dict.fromkeys(part for value in values for part in value.modules())
+    return [part for part in parts if type(part) is type(module) and part not in own and _shapes(part) == shapes]
+
+
+def shard_copy(copy: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
+    """Shard a copy by the layouts of the module, so that the two can be computed with, and loaded, as one device's."""
+    shard_module(copy, layouts, device)
+    copy.to(device)
+    share_buffers(copy)
+    take_whole_tensors(copy)
+
+
+def take_whole_tensors(module: nn.Module) -> None:
+    """Let ``load_state_dict`` of the module and its parts take whole tensors, too: each rank keeps its part."""
+    for part in module.modules():
+        if part._parameters and _cut not in map(_hook_of, part._load_state_dict_pre_hooks.values()):
+            part.register_load_state_dict_pre_hook(_cut)
+
+
+def _hook_of(wrapped: Any) -> Any:
+    return getattr(wrapped, "hook", wrapped)
+
+
+def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        key = f"{prefix}{name}"
+        if isinstance(parameter, DTensor) and key in state and not isinstance(state[key], DTensor):
+            state[key] = shard_like(parameter, state[key])
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
