@@ -26,7 +26,7 @@ from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
 
 _BATCH_INDEX = "batch_idx"
-_LINE = re.compile(r"\.py:\d+")
+_LINE = re.compile(r"\.py:\d+|^rank \d+ stopped")  # whose line is not ours
 
 
 class LightningSteps:

@@ -53,7 +53,7 @@ def build(where: str, seed: int, plan: str) -> dict[str, Any]:
     torch.manual_seed(seed)
     gc.collect()
     before = {id(tensor) for tensor in _large_tensors()}
-    strategy = make_strategy(MESH, {"plan": plan})
+    strategy = make_strategy(MESH, {"plan": plan, "leave_sharded": True})
     trainer = make_trainer(strategy, 2, max_steps=0)
     with trainer.init_module(empty_init=True) if where == "init_module" else contextlib.nullcontext():
         module = Sizes("memory" if where == "init_module" else where)
