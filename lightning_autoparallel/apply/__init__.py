@@ -1,7 +1,15 @@
 """Write the global graph and its plan out as the graph each rank runs, and shard the parameters to match."""
 
 from lightning_autoparallel.apply.copies import copies_of, shard_copy, take_whole_tensors
-from lightning_autoparallel.apply.gather import gather_module, gathered, rebind, shard_like, sharded_state, whole_state
+from lightning_autoparallel.apply.gather import (
+    gather_module,
+    gathered,
+    rebind,
+    shard_like,
+    sharded_state,
+    shared_state,
+    whole_state,
+)
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
@@ -29,6 +37,7 @@ __all__ = [
     "shard_module",
     "sharded_state",
     "share_buffers",
+    "shared_state",
     "take_whole_tensors",
     "whole_state",
 ]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
-from lightning_autoparallel.apply.params import Replacements
+from lightning_autoparallel.apply.params import Replacements, from_first_rank
 from lightning_autoparallel.torch_compat.autograd import Attached
 from lightning_autoparallel.torch_compat.tree import tree_map
 
@@ -59,6 +59,13 @@ def rebind(optimizer: Optimizer, replacements: Replacements, convert: Callable[[
 def whole_state(parameter: Tensor, key: str, value: Any) -> Any:
     """For ``rebind``: state of one device."""
     return value if key == _STEP else tree_map(whole_on_host, value)
+
+
+def shared_state(parameter: Tensor, key: str, value: Any) -> Any:
+    """For ``rebind``: rank 0's state in shards, as its parameters are."""
+    if isinstance(value, Tensor):
+        from_first_rank(value)
+    return sharded_state(parameter, key, value)
 
 
 def sharded_state(parameter: Tensor | None, key: str, value: Any) -> Any:

@@ -149,7 +149,7 @@ def shard_module(
 
 def _sharded_parameter(parameter: nn.Parameter, layout: ParameterLayout, device: torch.device) -> nn.Parameter:
     full = parameter.detach().to(device)
-    _broadcast(full)
+    from_first_rank(full)
     return nn.Parameter(layout.distribute(layout.shard_of(full)), requires_grad=parameter.requires_grad)
 
 
@@ -157,10 +157,11 @@ def share_buffers(module: nn.Module) -> None:
     """Give every rank rank 0's buffers: plans take them for equal, as those of one device are."""
     for buffer in module.buffers():
         if not isinstance(buffer, DTensor) and buffer.layout is torch.strided:
-            _broadcast(buffer.detach())
+            from_first_rank(buffer.detach())
 
 
-def _broadcast(tensor: Tensor) -> None:
+def from_first_rank(tensor: Tensor) -> None:
+    """Give every rank rank 0's values, in place."""
     if dist.get_backend() != "fake" and dist.get_world_size() > 1 and tensor.numel():
         contiguous = tensor.contiguous()
         dist.broadcast(contiguous.view(-1).view(torch.uint8), src=0)  # gloo does not know every dtype

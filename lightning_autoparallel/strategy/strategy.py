@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autoparallel.apply import rebind, sharded_state, whole_state
+from lightning_autoparallel.apply import rebind, shared_state, whole_state
 from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, state_bytes
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
@@ -255,7 +255,7 @@ class AutoParallelStrategy(SavingStrategy):
         assert self._engine is not None
         for optimizer in self._optimizers:
             # one that was made before the parameters were sharded trains what is in the module now
-            rebind(optimizer, self._engine.replacements, sharded_state)
+            rebind(optimizer, self._engine.replacements, shared_state)
             check_optimizer(optimizer)
 
     def model_to_device(self) -> None:
