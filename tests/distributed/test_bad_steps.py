@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -160,10 +161,7 @@ def test_ranks_that_freeze_different_parameters(worlds: Worlds) -> None:
 def test_an_error_of_one_rank_stops_all(worlds: Worlds) -> None:
     first, second = worlds(2).run(failure, FailsOnOneRank, timeout_s=SECONDS)
     assert first[0] == "CaptureError: rank 1 stopped: KeyError: 'only here'"
-    assert (
-        second[0]
-        == f"CaptureError: {line_of(FailsOnOneRank, 'def training_step')} this rank alone stopped: KeyError: 'only here'"
-    )
+    assert re.fullmatch(rf"CaptureError: {FILE}:\d+: this rank alone stopped: KeyError: 'only here'", second[0])
 
 
 def test_a_read_value_of_one_rank_stops_all(worlds: Worlds) -> None:
