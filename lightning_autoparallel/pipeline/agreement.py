@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,13 +51,27 @@ class ControlGroup:
         assert agreed is not None, "without a timeout of its own it ends with that of the group, which raises"
         return agreed
 
-    def _compare(self, text: str, timeout: timedelta | None) -> bool | None:
+    def meet(self, text: str, late: Callable[[], None]) -> bool:
+        """As ``agrees``, where some ranks may never come: ``late`` is called when they have not within 20 s."""
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+
+        def watch(work: Any) -> None:
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if not work.is_completed():
+                late()
+
+        return bool(self._compare(text, None, watch))
+
+    def _compare(self, text: str, timeout: timedelta | None, watch: Callable[[Any], None] | None = None) -> bool | None:
         """Whether every rank gave the same text; None if some took longer than ``timeout``."""
         if self._alone:
             return True
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         bounds = torch.tensor([number, -number])
         work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if watch is not None:
+            watch(work)
         try:
             work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError:

@@ -37,6 +37,7 @@ from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer
+from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.steps import LightningSteps
@@ -140,6 +141,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
         self._skips = self._is_sharded = False
+        self._while_set_up = contextlib.ExitStack()
         self.leave_sharded = leave_sharded
         # again: the other flavour may have been imported after this package
         refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
@@ -200,6 +202,8 @@ class AutoParallelStrategy(SavingStrategy):
         if self._is_sharded:
             engine.shard_copies(trainer.callbacks)  # type: ignore[attr-defined]
         self._steps = LightningSteps(module, trainer, engine, self.capture)
+        self._outside = OutsideCalls(engine)
+        self._while_set_up.enter_context(self._outside.installed())
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
@@ -238,7 +242,8 @@ class AutoParallelStrategy(SavingStrategy):
         if not found:
             return
         try:
-            report = steps.prepare("training_step", batch)
+            with self._outside.inside():
+                report = steps.prepare("training_step", batch)
         except StepFailedError as error:
             # The step may need what on_train_start sets up: its first call will show whether it works.
             rank_zero_warn(
@@ -292,14 +297,15 @@ class AutoParallelStrategy(SavingStrategy):
 
     def _run(self, name: str, args: tuple[Any, ...]) -> Any:
         assert self._steps is not None
-        return self._steps.run(name, args)
+        with self._outside.inside():
+            return self._steps.run(name, args)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the captured backward; its collectives are counted with those of the forward."""
         assert self._steps is not None
         if self._skips:
             return closure_loss
-        with self._steps.backward(), shards_asked_for_nan():
+        with self._outside.inside(), self._steps.backward(), shards_asked_for_nan():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -318,6 +324,7 @@ class AutoParallelStrategy(SavingStrategy):
 
     def teardown(self) -> None:
         """Write what is left to write, and give the module its whole parameters back."""
+        self._while_set_up.close()
         self.end_saving()
         self._give_back()
         assert self.cluster_environment is not None and self.accelerator is not None
