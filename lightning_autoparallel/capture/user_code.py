@@ -81,7 +81,7 @@ class StepCalls:
             if code not in self.seen and is_user_file(code.co_filename):
                 self.seen.add(code)
                 with self._reads.paused():
-                    found = _function_of(frame)
+                    found = _functions_of(frame)
                 self._enter(frame, found)
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
@@ -93,7 +93,7 @@ class StepCalls:
         if what is not None:
             raise self._reads.watcher.refuse(f"{user_line(frame)} {what}")
 
-    def _enter(self, frame: FrameType, function: FunctionType | None) -> None:
+    def _enter(self, frame: FrameType, functions: Sequence[FunctionType]) -> None:
         """A function of the user's is called for the first time in this run."""
         table = frame.f_globals
         if self.entered == "?":
@@ -112,13 +112,16 @@ class StepCalls:
                 modules += [table[name]] if isinstance(table.get(name), ModuleType) else []
         for imported in modules:
             self._of_module(imported, frame.f_code.co_names, _NESTED)
-        if function is None:
-            return
+        for function, runs in [(function, _has_closure_of(function, frame)) for function in functions]:
+            self._of_function(function, frame.f_locals if runs else {})
+
+    def _of_function(self, function: FunctionType, running: dict[str, Any]) -> None:
+        """What a function's closure and defaults hold; ``running`` are the variables of its frame."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = Place("cell", cell, None, f"{name} (of a closure)")
             self._note(place, place.read())
             if place.read() is not MISSING:
-                frame.f_locals[name] = place.read()  # the interpreter writes these back when the hook returns
+                running[name] = place.read()  # the interpreter writes these back when the hook returns
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
 
@@ -181,16 +184,19 @@ def _imports(code: CodeType) -> tuple[tuple[str, int], ...]:
     return tuple((str(instructions[i].argval), int(instructions[i - 2].argval or 0)) for i in named)
 
 
-def _function_of(frame: FrameType) -> FunctionType | None:
-    """The function that runs in a frame: one of its code, and of several the one with the frame's closure."""
+def _functions_of(frame: FrameType) -> list[FunctionType]:
+    """The function that runs in a frame; of a function made in another one, all that share its code.
+
+    Each has a closure and defaults of its own, and later calls may be of any of them.
+    """
     code = frame.f_code
     if not code.co_freevars and not code.co_argcount and not code.co_kwonlyargcount:
-        return None
-    candidates = [found for found in _candidates(frame) if found.__code__ is code]
-    if not candidates:
-        candidates = [found for found in gc.get_referrers(code) if isinstance(found, FunctionType)]
-    matching = [found for found in candidates if _has_closure_of(found, frame)]
-    return matching[0] if matching else None
+        return []
+    if "<locals>" not in code.co_qualname:
+        candidates = [found for found in _candidates(frame) if found.__code__ is code]
+        if candidates:
+            return candidates[:1]
+    return [found for found in gc.get_referrers(code) if isinstance(found, FunctionType) and found.__code__ is code]
 
 
 def _candidates(frame: FrameType) -> Iterator[FunctionType]:

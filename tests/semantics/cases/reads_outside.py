@@ -138,6 +138,51 @@ class DefaultArgument(Case):
         return self.loss(batch) / self.remember(1)
 
 
+class OneCodeManyClosures(Case):
+    """Functions made by one function: each has a closure of its own, and one of them counts."""
+
+    pair = True
+    captures = None
+
+    def __init__(self):
+        super().__init__()
+
+        def make(scale):
+            state = {"scale": scale}
+
+            def scaled(value):
+                return value * state["scale"]
+
+            return scaled, state
+
+        (self.first, _), (self.second, self.moving) = make(1.0), make(0.5)
+
+    def on_train_batch_end(self, *args):
+        self.moving["scale"] *= 1.5
+
+    def training_step(self, batch, batch_idx):
+        return self.first(self.loss(batch)) + self.second(self.loss(batch))
+
+
+class OneCodeManyDefaults(Case):
+    """Functions of one code whose defaults are lists of their own; both change theirs."""
+
+    def __init__(self):
+        super().__init__()
+
+        def make():
+            def remember(value, seen=[]):  # noqa: B006
+                seen.append(value)
+                return len(seen)
+
+            return remember
+
+        self.others, self.remember = [make() for _ in range(3)], make()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) / self.remember(1)
+
+
 class MethodReplaced(Case):
     """A method put on the instance in the middle of training."""
 
