@@ -147,8 +147,8 @@ class LightningSteps:
         """
         reason = _located(error, getattr(self._module, name))
         if self._capture.mode == "step":
-            if isinstance(error, StepFailedError) and error.__cause__:
-                raise error.__cause__
+            if isinstance(error, StepFailedError):
+                raise CaptureError(f"{reason}: that is what {name} raised when it was captured") from error.__cause__
             if not isinstance(error, RanksDifferError):  # which is of the batch, not of the step
                 error.args = (reason,)
             raise error

@@ -15,7 +15,8 @@ from tests.semantics.run import Outcome
 
 ABSOLUTE = 2e-6
 LINE = re.compile(r"\w+\.py:\d+")
-OF_BATCH = re.compile("batch leaf .[0-9a-z_.]+. has other values on rank")  # no line of the step made that
+# no line of the step made these
+OF_BATCH = re.compile("batch leaf .[0-9a-z_.]+. has other values on rank|sets automatic_optimization=False")
 FORWARD = re.compile("runs in forward mode")
 
 
@@ -66,11 +67,11 @@ def refused(kind: type[Case], how: str, outcomes: list[Outcome]) -> None:
     """A refusal is of all ranks, before the first step, with the text that the case or the mode allows."""
     errors = [outcome.error or "no error" for outcome in outcomes]
     assert all(outcome.error for outcome in outcomes), errors
-    assert not any(outcome.losses for outcome in outcomes), f"stopped in the middle: {errors[0]}"
-    if how == "step":
+    if how == "step":  # nothing else is wanted, and what cannot be captured may come late, in another branch or loop
         located = LINE.search(errors[0]) or OF_BATCH.search(errors[0])
         assert located or (kind.refusal and re.search(kind.refusal, errors[0])), errors[0]
         return
+    assert not any(outcome.losses for outcome in outcomes), f"stopped in the middle: {errors[0]}"
     assert kind.refusal is not None and re.search(kind.refusal, errors[0]), errors[0]
 
 
