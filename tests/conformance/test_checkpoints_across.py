@@ -11,6 +11,8 @@ from tests.conformance.saved import ALL, HALF, Place, Went, go, went
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
+pytestmark = pytest.mark.conformance
+
 OURS = [
     Place("1"),
     Place("2", "ddp"),
@@ -28,9 +30,6 @@ WITH_OTHERS = [(a, b, "file") for a in OURS for b in ELSEWHERE] + [(a, b, "file"
 QUICK = {
     (Place("2"), Place("4"), "folder"),
     (Place("2xtp", "rules"), Place("2"), "folder"),
-    (Place("2"), Place("2xtp", "rules"), "folder"),
-    (Place("2x2", "hsdp"), Place("1"), "file"),
-    (Place("2"), Place("ddp"), "file"),
     (Place("ddp"), Place("2"), "file"),
 }
 

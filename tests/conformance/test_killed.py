@@ -20,6 +20,8 @@ from tests.conformance.test_saving import FOLDER, train
 from tests.tiers import tiered
 from tests.worlds import WorldError, Worlds
 
+pytestmark = pytest.mark.conformance
+
 SAVES = tuple(range(1, ALL))
 OPTIONS: list[dict[str, Any]] = [FOLDER, {**FOLDER, "async_save": True}, {}, {"async_save": True}]
 CASES = [(seed, OPTIONS[seed % len(OPTIONS)]) for seed in range(20)]

@@ -19,6 +19,8 @@ from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
+pytestmark = pytest.mark.conformance
+
 MESHES: dict[int, Any] = {1: {"dp_shard": 1}, 2: MESH, 4: {"dp_replicate": 2, "dp_shard": 2}}
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -125,7 +127,7 @@ def impatient(kind: type[Net]) -> tuple[str, int]:
 CASES = [(kind, world) for kind in (Evaluating, EvaluatingForward) for world in MESHES]
 
 
-@pytest.mark.parametrize(("kind", "world"), tiered(CASES, lambda case: case[1] == 2))
+@pytest.mark.parametrize(("kind", "world"), tiered(CASES, lambda case: case == (Evaluating, 2)))
 def test_what_the_module_gives_is_what_it_gives_on_one_device(kind: type[Net], world: int, worlds: Worlds) -> None:
     expected = train(kind, None)
     outcomes = worlds(world).run(train, kind, MESHES[world], world)

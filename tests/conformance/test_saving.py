@@ -22,9 +22,13 @@ from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.strategy import saving
 from tests.conformance.saved import ALL, HALF, Place, Run, go, state_of
 from tests.distributed.jobs import MESH, Losses, make_strategy, make_trainer
+from tests.tiers import tiered
 from tests.worlds import WorldError, Worlds
 
+pytestmark = pytest.mark.conformance
+
 FOLDER: dict[str, Any] = {"save_distributed_checkpoint": True}
+WAYS: list[dict[str, Any]] = [{}, FOLDER, {"async_save": True}, {**FOLDER, "async_save": True}]
 TWO = Place("2")
 
 
@@ -62,7 +66,7 @@ def train_with_limit(limit: int, path: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", tiered([False, True], bool))
 def test_small_states_are_files_and_large_ones_folders(large: bool, worlds: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "run{}.ckpt")
     for said in worlds(2).run(train_with_limit, 100 if large else 10**6, path):
@@ -72,7 +76,7 @@ def test_small_states_are_files_and_large_ones_folders(large: bool, worlds: Worl
     assert [(tmp_path / f"run{step}.ckpt").is_dir() for step in (1, 2)] == [large] * 2
 
 
-@pytest.mark.parametrize("options", [{}, FOLDER, {"async_save": True}, {**FOLDER, "async_save": True}], ids=str)
+@pytest.mark.parametrize("options", tiered(WAYS, lambda options: options == WAYS[-1]), ids=str)
 def test_saving_changes_no_training(options: dict[str, Any], worlds: Worlds, tmp_path: Path) -> None:
     """Not even before the first step, where optimizers have no state yet; and what is read is what was then."""
     path = str(tmp_path / "run{}.ckpt")
@@ -137,7 +141,7 @@ def load_trusting(folder: str) -> str:
     return load(folder, weights_only=False)
 
 
-@pytest.mark.parametrize("where", [".metadata", "meta.pt"])
+@pytest.mark.parametrize("where", tiered([".metadata", "meta.pt"], ".metadata".__eq__))
 def test_nothing_is_unpickled_from_a_file_of_a_stranger(where: str, worlds: Worlds, tmp_path: Path) -> None:
     folder, mark = written(worlds, tmp_path), tmp_path / "mark"
     (text,) = worlds(1).run(load, folder)
@@ -174,7 +178,7 @@ def fail(path: str, options: dict[str, Any], at: tuple[int, ...]) -> tuple[str, 
     return "no error"
 
 
-@pytest.mark.parametrize("options", [{}, FOLDER, {"async_save": True}, {**FOLDER, "async_save": True}], ids=str)
+@pytest.mark.parametrize("options", tiered(WAYS, lambda options: options == WAYS[-1]), ids=str)
 def test_a_write_that_fails_is_everybodys_error_and_leaves_what_was_there(options, worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "run.ckpt")
     for text in worlds(2).run(fail, path, options, (1, HALF)):
@@ -183,7 +187,7 @@ def test_a_write_that_fails_is_everybodys_error_and_leaves_what_was_there(option
         assert len(resumed.losses) == ALL - 1
 
 
-@pytest.mark.parametrize("options", [{}, FOLDER], ids=str)
+@pytest.mark.parametrize("options", tiered([{}, FOLDER], bool), ids=str)
 def test_a_place_that_cannot_be_written(options, worlds: Worlds, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for text in worlds(2).run(fail, str(tmp_path / "file" / "run.ckpt"), options, (1,)):
@@ -196,7 +200,7 @@ def remote(options: dict[str, Any]) -> tuple[list[float], list[float]]:
     return losses, go(Place("1"), ALL, None, f"memory://runs/{HALF}.ckpt").losses
 
 
-@pytest.mark.parametrize("options", [{}, FOLDER], ids=str)
+@pytest.mark.parametrize("options", tiered([{}, FOLDER], bool), ids=str)
 def test_other_file_systems(options: dict[str, Any], worlds: Worlds) -> None:
     ((whole, resumed),) = worlds(1).run(remote, options)
     assert resumed == whole[HALF:]
