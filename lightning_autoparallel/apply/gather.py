@@ -31,6 +31,7 @@ def gather_module(module: nn.Module, replacements: Replacements) -> None:
             if present is not None and id(present) in gathered:
                 replacements.note(present, gathered[id(present)])
                 submodule._parameters[name] = gathered[id(present)]
+    replacements.settle()
 
 
 def whole_on_host(value: Any) -> Any:

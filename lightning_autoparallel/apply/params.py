@@ -110,8 +110,17 @@ class Replacements:
 
     def note(self, before: nn.Parameter, now: nn.Parameter) -> None:
         """``now`` is in the module where ``before`` was."""
-        kept = [(ref, now if held is before else held) for ref, held in self._pairs if ref() is not None]
-        self._pairs[:] = [*kept, (weakref.ref(before), now)]
+        self._pairs.append((weakref.ref(before), now))
+
+    def settle(self) -> None:
+        """Where what took a place was replaced itself, remember the last one only, and what is gone not at all."""
+        latest = {id(before): now for ref, now in self._pairs if (before := ref()) is not None}
+        settled = []
+        for ref, now in self._pairs:
+            while id(now) in latest:
+                now = latest[id(now)]
+            settled.append((ref, now))
+        self._pairs[:] = [(ref, now) for ref, now in settled if ref() is not None]
 
     def rebind(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
         """Put what is in the module now into an optimizer's groups, in place; what was replaced there."""
@@ -145,6 +154,8 @@ def shard_module(
                 if replacements is not None:
                     replacements.note(parameter, replaced[id(parameter)])
             submodule._parameters[attribute] = replaced[id(parameter)]
+    if replacements is not None:
+        replacements.settle()
 
 
 def _sharded_parameter(parameter: nn.Parameter, layout: ParameterLayout, device: torch.device) -> nn.Parameter:
