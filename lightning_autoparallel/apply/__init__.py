@@ -14,6 +14,7 @@ from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
     Replacements,
+    attached_kept,
     check_initialised,
     materialise_module,
     parameter_layouts,
@@ -24,6 +25,7 @@ from lightning_autoparallel.apply.params import (
 __all__ = [
     "ParameterLayout",
     "Replacements",
+    "attached_kept",
     "check_initialised",
     "copies_of",
     "gather_module",

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autoparallel.apply.gather import shard_like
-from lightning_autoparallel.apply.params import ParameterLayout, shard_module, share_buffers
+from lightning_autoparallel.apply.params import ParameterLayout, attached_kept, shard_module, share_buffers
 
 
 def copies_of(module: nn.Module, holders: Iterable[Any]) -> list[nn.Module]:
@@ -23,21 +24,15 @@ def copies_of(module: nn.Module, holders: Iterable[Any]) -> list[nn.Module]:
 
 def shard_copy(copy: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
     """Shard a copy by the layouts of the module, so that the two can be computed with, and loaded, as one device's."""
-    shard_module(copy, layouts, device)
-    copy.to(device)
+    with attached_kept(copy):
+        shard_module(copy, layouts, device)
+        copy.to(device)
     share_buffers(copy)
-    take_whole_tensors(copy)
 
 
-def take_whole_tensors(module: nn.Module) -> None:
-    """Let ``load_state_dict`` of the module and its parts take whole tensors, too: each rank keeps its part."""
-    for part in module.modules():
-        if part._parameters and _cut not in map(_hook_of, part._load_state_dict_pre_hooks.values()):
-            part.register_load_state_dict_pre_hook(_cut)
-
-
-def _hook_of(wrapped: Any) -> Any:
-    return getattr(wrapped, "hook", wrapped)
+def take_whole_tensors(module: nn.Module) -> list[RemovableHandle]:
+    """Let ``load_state_dict`` of the module and its parts take whole tensors, too, until the handles are removed."""
+    return [part.register_load_state_dict_pre_hook(_cut) for part in module.modules() if part._parameters]
 
 
 def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -10,28 +10,29 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
-from lightning_autoparallel.apply.params import Replacements, from_first_rank
-from lightning_autoparallel.torch_compat.autograd import Attached
+from lightning_autoparallel.apply.params import Replacements, attached_kept, from_first_rank
 from lightning_autoparallel.torch_compat.tree import tree_map
 
 _STEP = "step"  # optimizers count in a plain tensor, whatever the parameter is
 
 
 def gather_module(module: nn.Module, replacements: Replacements) -> None:
-    """Replace every shard by the whole parameter on the host, without its gradient; every rank calls it."""
+    """Replace every shard by the whole parameter, without its gradient, on the host, where buffers go too; every rank
+    calls it.
+    """
     gathered: dict[int, nn.Parameter] = {}
-    for _, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            attached = Attached.of(parameter)
-            whole = nn.Parameter(whole_on_host(parameter.detach()), requires_grad=parameter.requires_grad)
-            attached.put_on(whole)
-            gathered[id(parameter)] = whole
-    for submodule in module.modules():
-        for name, present in list(submodule._parameters.items()):
-            if present is not None and id(present) in gathered:
-                replacements.note(present, gathered[id(present)])
-                submodule._parameters[name] = gathered[id(present)]
+    with attached_kept(module):
+        for _, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                whole = whole_on_host(parameter.detach())
+                gathered[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        for submodule in module.modules():
+            for name, present in list(submodule._parameters.items()):
+                if present is not None and id(present) in gathered:
+                    replacements.note(present, gathered[id(present)])
+                    submodule._parameters[name] = gathered[id(present)]
     replacements.settle()
+    module.cpu()
 
 
 def whole_on_host(value: Any) -> Any:
@@ -59,7 +60,7 @@ def rebind(optimizer: Optimizer, replacements: Replacements, convert: Callable[[
 
 def whole_state(parameter: Tensor, key: str, value: Any) -> Any:
     """For ``rebind``: state of one device."""
-    return value if key == _STEP else tree_map(whole_on_host, value)
+    return tree_map(whole_on_host, value)
 
 
 def shared_state(parameter: Tensor, key: str, value: Any) -> Any:

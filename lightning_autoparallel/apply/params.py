@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx.placements import cut_order, explicit, local_shape
+from lightning_autoparallel.torch_compat.autograd import Attached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +124,11 @@ class Replacements:
             settled.append((ref, now))
         self._pairs[:] = [(ref, now) for ref, now in settled if ref() is not None]
 
-    def rebind(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-        """Put what is in the module now into an optimizer's groups, in place; what was replaced there."""
+    def rebind(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Put what is in the module now into an optimizer's groups, in place."""
         held = {id(before): now for ref, now in self._pairs if (before := ref()) is not None}
-        replaced: list[Tensor] = []
         for group in groups:
-            replaced += [parameter for parameter in group["params"] if id(parameter) in held]
             group["params"][:] = [held.get(id(parameter), parameter) for parameter in group["params"]]
-        return replaced
 
 
 def shard_module(
@@ -162,6 +161,15 @@ def _sharded_parameter(parameter: nn.Parameter, layout: ParameterLayout, device:
     full = parameter.detach().to(device)
     from_first_rank(full)
     return nn.Parameter(layout.distribute(layout.shard_of(full)), requires_grad=parameter.requires_grad)
+
+
+@contextlib.contextmanager
+def attached_kept(module: nn.Module) -> Iterator[None]:
+    """Attributes and hooks of parameters are on those that take their places inside."""
+    attached = {name: Attached.of(parameter) for name, parameter in module.named_parameters()}
+    yield
+    for name, parameter in module.named_parameters():
+        attached[name].put_on(parameter)
 
 
 def share_buffers(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +14,12 @@ from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 
 class BackgroundWriter:
-    """Runs writes one after another; all ranks submit the same ones, in the same order."""
+    """Runs writes one after another, waited for before the next; all ranks submit the same ones, in the same order."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._last: Future[None] | None = None
+        self._pending: list[Future[None]] = []
         self._group: Any = None
 
     @property
@@ -32,26 +32,27 @@ class BackgroundWriter:
 
     def submit(self, write: Callable[[], None]) -> None:
         """Write later; ``wait`` raises what it raises."""
-        self._last = self._thread.submit(write)
+        self._pending.append(self._thread.submit(write))
 
     def after_last(self, action: Callable[[], None]) -> None:
         """Call ``action`` once the last write has succeeded, and not if it has failed: at once where there is none."""
-        last = self._last
-        if last is None:
+        if not self._pending:
             action()
             return
-        self._thread.submit(lambda: None if last.exception() is not None else action())
+        last = self._pending[0]
+        self._pending.append(self._thread.submit(lambda: None if last.exception() is not None else action()))
 
     def wait(self) -> None:
         """Return when nothing is left to write.
 
         Raises:
             CheckpointError: the last write has failed, on all ranks.
+            Exception: what was to follow it has, on this one.
         """
-        last, self._last = self._last, None
-        if last is not None:
-            self._thread.submit(lambda: None).result()  # what was to follow it, too
-            last.result()
+        pending, self._pending = self._pending, []
+        wait(pending)
+        for future in pending:
+            future.result()
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_autoparallel.checkpoint.location import Location
-from lightning_autoparallel.checkpoint.optimizers import room_for
+from lightning_autoparallel.checkpoint.optimizers import numbered, room_for
 from lightning_autoparallel.checkpoint.sharded import MODEL, OPTIMIZER, opened
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.torch_compat.dcp import LoadPlanner, put
@@ -39,17 +38,8 @@ def consolidate(folder: str, file: str, weights_only: bool | None = None) -> Non
     optimizers = sorted((key for key in state if _OPTIMIZER.fullmatch(key)), key=lambda key: int(key.split("_")[1]))
     whole = {**trainer_state, "state_dict": state[MODEL]}
     if optimizers:
-        whole["optimizer_states"] = [_numbered(state[key]) for key in optimizers]
+        names = {key: [group["params"] for group in state[key]["param_groups"]] for key in optimizers}
+        whole["optimizer_states"] = [numbered(state[key], names[key]) for key in optimizers]
     part = f"{file}.part"
     torch.save(whole, part)
     os.replace(part, file)
-
-
-def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``Optimizer.state_dict()`` of a state that has names."""
-    groups = state["param_groups"]
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    return {
-        "state": {numbers.get(name, name): values for name, values in state.get("state", {}).items()},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
-    }

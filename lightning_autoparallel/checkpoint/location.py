@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ class Location:
         """What lies in this folder."""
         return Location(f"{self.url.rstrip('/')}/{name}", self.options)
 
+    def exists(self) -> bool:
+        """Whether anything is there."""
+        return bool(self.file_system.exists(self.path))
+
     def is_folder(self) -> bool:
         """Whether a folder is there, with a checkpoint or not."""
         return bool(self.file_system.isdir(self.path))
@@ -50,7 +55,7 @@ class Location:
 
     def remove(self) -> None:
         """Remove a file, or a folder with all that is in it, if it is there."""
-        if self.file_system.exists(self.path):
+        if self.exists():
             self.file_system.rm(self.path, recursive=True)
 
     def staging(self) -> Location:
@@ -75,19 +80,29 @@ class Location:
 
     def publish(self) -> None:
         """Put what was written to ``staging`` in the place of what was here; on one rank."""
-        staging, before = self.staging(), self._beside("replaced")
+        staging = self.staging()
         if staging is self:
             return
+        with self.replaced():
+            Path(staging.path).rename(self.path)
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Inside, something is put in the place of what is here, which comes back where that fails."""
+        before = self._beside("replaced")
         before.remove()
-        if self.is_folder() or self.is_file():
+        if self.exists():
             Path(self.path).rename(before.path)
-        Path(staging.path).rename(self.path)
+        try:
+            yield
+        finally:
+            self.put_back()
         before.remove()
 
     def put_back(self) -> None:
-        """Where ``publish`` was cut short, what was here before; on one rank."""
+        """Where something was not replaced after all, or a rank was killed there, what was here; on one rank."""
         before = self._beside("replaced")
-        if self.is_local and before.is_folder() and not self.is_folder():
+        if self.is_local and before.exists() and not self.exists():
             Path(before.path).rename(self.path)
 
     def _beside(self, what: str) -> Location:

@@ -6,7 +6,7 @@ counts: an Adam that was saved before its first step would go on with another bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,8 @@ def empty_optimizer_state(module: nn.Module, optimizer: Optimizer, metadata: Met
     found: dict[str, Any] = {key: {"state": {}, "param_groups": []}}
     for flat, path in (metadata.planner_data or {}).items():
         if path[0] == key:
-            put(
-                found,
-                path,
-                room_for(metadata.state_dict_metadata[flat], by_name.get(path[2]) if len(path) > 2 else None),
-            )
+            parameter = by_name.get(path[2]) if path[1] == "state" else None
+            put(found, path, room_for(metadata.state_dict_metadata[flat], parameter))
     return dict(found[key])
 
 
@@ -78,7 +75,14 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
             f"{[len(group) for group in names]} parameters, the checkpoint of {[len(g['params']) for g in groups]}, or "
             "they are others; give it the parameters that it had when it was saved"
         )
+    load_full_optimizer_state(optimizer, numbered(state, names))
+
+
+def numbered(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """``Optimizer.state_dict()`` of what ``optimizer_state`` gave; ``names`` are those of each group, in order."""
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
-    numbered = [{**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, names, strict=True)]
-    values = {numbers.get(name, name): value for name, value in state["state"].items()}
-    load_full_optimizer_state(optimizer, {"state": values, "param_groups": numbered})
+    groups = zip(state["param_groups"], names, strict=True)
+    return {
+        "state": {numbers.get(name, name): values for name, values in state.get("state", {}).items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in own]} for group, own in groups],
+    }

@@ -20,14 +20,12 @@ from torch.optim import Optimizer
 from lightning_autoparallel.apply import gathered
 from lightning_autoparallel.checkpoint.location import TRAINER_STATE, Location
 from lightning_autoparallel.checkpoint.optimizers import empty_optimizer_state, load_optimizer_state
+from lightning_autoparallel.checkpoint.together import first_rank_runs
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.torch_compat.dcp import LoadPlanner, reader_of, writer_to
 
 RANDOM_STATE = "autoparallel_random_state"
 MODEL, OPTIMIZER = "model", "optimizer_{}"
-
-OnFirstRank = Callable[[Callable[[], None]], None]
-"""Calls a function on rank 0; all ranks wait, and raise if it has raised."""
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -47,16 +45,14 @@ def folder_of(checkpoint: Mapping[str, Any], random_state: Mapping[str, int]) ->
     return tensors, {**gathered(rest), RANDOM_STATE: dict(random_state)}
 
 
-def save_folder(
-    tensors: dict[str, Any], beside: dict[str, Any], location: Location, on_first_rank: OnFirstRank, group: Any = None
-) -> None:
+def save_folder(tensors: dict[str, Any], beside: dict[str, Any], location: Location, group: Any = None) -> None:
     """Write a folder, which is there when it is whole; every rank of ``group`` calls it.
 
     Raises:
         CheckpointError: something else is at ``location``, or a rank could not write; what was there stays, where
             folders can be renamed.
     """
-    on_first_rank(location.prepare)
+    first_rank_runs(location.prepare, group)
     staging = location.staging()
     path = staging.path if staging.is_local else staging.url
     writer = writer_to(path, location.options)
@@ -70,7 +66,7 @@ def save_folder(
             torch.save(beside, file)
         location.publish()
 
-    on_first_rank(finish)
+    first_rank_runs(finish, group)
 
 
 def load_sharded_checkpoint(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autoparallel.apply import shard_like, sharded_state
+from lightning_autoparallel.apply import sharded_state
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.lightning_compat import LightningOptimizer
 from lightning_autoparallel.torch_compat.tree import tree_map
@@ -36,15 +36,13 @@ def _gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
 
 def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load whole tensors into a module whose parameters are DTensors: each rank keeps its part.
+    """Load whole tensors into a module that takes them (``take_whole_tensors``) where it has shards.
 
     Raises:
         CheckpointError: keys are missing or unexpected (if ``strict``), or a shape differs.
     """
-    present = module.state_dict()
-    cut = {name: shard_like(present.get(name), value) for name, value in state.items()}
     try:
-        module.load_state_dict(cut, strict=strict)
+        module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 

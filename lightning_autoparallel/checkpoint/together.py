@@ -18,7 +18,7 @@ def first_rank_runs(action: Callable[[], None], group: Any = None) -> None:
     """
     error = _error_of(action) if not dist.is_initialized() or dist.get_rank() == 0 else None
     said = [None if error is None else _said(error)]
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(said, 0, group=group)
     if said[0] is not None:
         raise CheckpointError(said[0]) from error

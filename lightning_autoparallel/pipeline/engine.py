@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_autoparallel.apply import (
     ParameterLayout,
     Replacements,
+    attached_kept,
     check_initialised,
     copies_of,
     gather_module,
@@ -76,7 +78,6 @@ from lightning_autoparallel.pipeline.step_calls import (
 )
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
-from lightning_autoparallel.torch_compat.autograd import Attached
 
 
 @dataclass
@@ -97,6 +98,7 @@ class StepEngine:
     backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
     _modes: ModuleStates | None = None
     _copies: list[nn.Module] = field(default_factory=list)  # that are sharded, too
+    _hooks: list[RemovableHandle] = field(default_factory=list)  # of modules that are sharded
     _checked: Any = None  # what the module was made of when its parameters were looked at
     _structures: dict[str, Structures] = field(default_factory=dict)  # of module calls, by path
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
@@ -124,13 +126,11 @@ class StepEngine:
         placements = place_parameters(plan, shapes, axes, self.context.warn)
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
-        attached = {name: Attached.of(parameter) for name, parameter in self.module.named_parameters()}
-        materialise_module(self.module, self.layouts, self.device)
-        shard_module(self.module, self.layouts, self.device, self.replacements)
-        take_whole_tensors(self.module)
-        self.module.to(self.device)  # other tensors than parameters, and what modules do besides
-        for name, parameter in self.module.named_parameters():
-            attached[name].put_on(parameter)
+        with attached_kept(self.module):
+            materialise_module(self.module, self.layouts, self.device)
+            shard_module(self.module, self.layouts, self.device, self.replacements)
+            self.module.to(self.device)  # other tensors than parameters, and what modules do besides
+        self._hooks += take_whole_tensors(self.module)
         share_buffers(self.module)
 
     def shard_copies(self, holders: Iterable[Any]) -> None:
@@ -138,13 +138,15 @@ class StepEngine:
         self._copies = copies_of(self.module, holders)
         for copy in self._copies:
             shard_copy(copy, self.layouts, self.device)
+            self._hooks += take_whole_tensors(copy)
 
     def gather_parameters(self) -> None:
         """Undo ``shard_parameters``: whole parameters on the host of every rank; what was captured is kept."""
         for module in (self.module, *self._copies):
             gather_module(module, self.replacements)
-        self._copies = []
-        self._checked = None
+        for hook in self._hooks:
+            hook.remove()
+        self._copies, self._hooks, self._checked = [], [], None
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,8 +41,9 @@ def check_module(module: LightningModule, whole_steps: bool) -> None:
     check_flavour(module)
     if whole_steps and not module.automatic_optimization:
         raise ConfigError(
-            f"{type(module).__name__} sets automatic_optimization=False: a step that optimizes by itself cannot be "
-            'captured whole; use capture="auto" or "forward", or return the loss from training_step'
+            f"{place_of(module.training_step)}: {type(module).__name__} sets automatic_optimization=False: a step that "
+            'optimizes by itself cannot be captured whole; use capture="auto" or "forward", or return the loss from '
+            "training_step"
         )
 
 
@@ -60,3 +65,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 def _is_whole(parameter: DTensor) -> bool:
     return all(placement.is_replicate() for placement in parameter.placements)
+
+
+def place_of(step: Callable[..., Any]) -> str:
+    """Where a step is defined, as messages name lines."""
+    code = inspect.unwrap(step).__code__
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -81,7 +83,7 @@ class SavingStrategy(WorldStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's shards of an optimizer's state, or for a single file the whole state on rank 0."""
         assert self.lightning_module is not None
-        if self._as_folder if self._as_folder is not None else self._choose_kind():
+        if self._choose_kind() if self._as_folder is None else self._as_folder:
             return optimizer_state(self.lightning_module, optimizer)
         return full_optimizer_state(optimizer, keep=self.is_global_zero)
 
@@ -111,34 +113,26 @@ class SavingStrategy(WorldStrategy):
         self.wait_for_checkpoint()
         path = self.broadcast(str(filepath))
         random_state = {} if self._engine is None else self._engine.random_state
+        group = None if self._writer is None else self._writer.group
+        keep: Callable[[dict[str, Any]], dict[str, Any]] = dict if self._writer is None else copied
         if self._as_folder:
-            location = Location(path, storage_options)
             tensors, beside = folder_of(checkpoint, random_state)
-            if self._writer is None:
-                save_folder(tensors, beside, location, first_rank_runs)
-                return
-            group, tensors, beside = self._writer.group, copied(tensors), copied(beside)
-            self._writer.submit(
-                lambda: save_folder(
-                    tensors, beside, location, lambda action: first_rank_runs(action, group), group=group
-                )
-            )
-            return
-        # callbacks may have put shards of their own there
-        whole = {**gathered(checkpoint), RANDOM_STATE: random_state}
-        if self._writer is None:
-            first_rank_runs(lambda: self._write_file(whole, path, storage_options))
-            return
-        group, whole = self._writer.group, copied(whole) if self.is_global_zero else whole
-        self._writer.submit(lambda: first_rank_runs(lambda: self._write_file(whole, path, storage_options), group))
+            write = partial(save_folder, keep(tensors), keep(beside), Location(path, storage_options), group)
+        else:
+            # callbacks may have put shards of their own there
+            whole = keep({**gathered(checkpoint), RANDOM_STATE: random_state})
+            write = partial(first_rank_runs, partial(self._write_file, whole, path, storage_options), group)
+        write() if self._writer is None else self._writer.submit(write)
 
     def _write_file(self, whole: dict[str, Any], path: str, storage_options: Any) -> None:
         location = Location(path)
-        if location.is_sharded():
-            location.remove()  # of an earlier save, which was larger
-        if location.is_folder():
+        was_larger = location.is_sharded()
+        if location.is_folder() and not was_larger:
             raise CheckpointError(f"{path} is a folder, not a file: remove it or choose another name")
-        self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+        if was_larger and not location.is_local:
+            location.remove()
+        with location.replaced() if was_larger and location.is_local else contextlib.nullcontext():
+            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or folder, once what is to take its place is written."""

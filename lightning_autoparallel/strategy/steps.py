@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +17,7 @@ from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
+from lightning_autoparallel.strategy.launch import place_of
 from lightning_autoparallel.strategy.launches import LaunchCounter
 from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes
@@ -213,10 +212,4 @@ def _loss_of(output: Any) -> Tensor:
 
 def _located(error: Exception, step: Callable[..., Any]) -> str:
     """The error's message with a line of the user's code, that of the step if it names none."""
-    return str(error) if _LINE.search(str(error)) else f"{_place_of(step)}: {error}"
-
-
-def _place_of(step: Callable[..., Any]) -> str:
-    """Where a step is defined, as messages name lines."""
-    code = inspect.unwrap(step).__code__
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return str(error) if _LINE.search(str(error)) else f"{place_of(step)}: {error}"

@@ -196,6 +196,7 @@ class AutoParallelStrategy(SavingStrategy):
         """Shard the model, make the optimizers, capture the training step."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._failed = False
         module = self.lightning_module
         check_module(module, whole_steps=self.capture.mode == "step")
         engine = self._engine_for(module)
@@ -331,6 +332,7 @@ class AutoParallelStrategy(SavingStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def _give_back(self) -> None:
         """After training the module is that of one device, where it fits."""
@@ -347,7 +349,6 @@ class AutoParallelStrategy(SavingStrategy):
         engine.gather_parameters()
         for optimizer in self.optimizers:
             rebind(optimizer, engine.replacements, whole_state)
-        module.cpu()
         module._device_mesh = None
         self._is_sharded = False
 

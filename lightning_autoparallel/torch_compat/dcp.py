@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-Path = Sequence[str | int]
+KeyPath = Sequence[str | int]  # through dicts and lists
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # what a `.metadata` file names, beside the classes of that module and dtypes
@@ -79,6 +79,6 @@ def writer_to(path: str, options: Mapping[str, Any]) -> FileSystemWriter:
     return FsspecWriter(path, **options) if "://" in path else FileSystemWriter(path)
 
 
-def put(state: dict[str, Any], path: Path, value: Any) -> None:
+def put(state: dict[str, Any], path: KeyPath, value: Any) -> None:
     """Set the value at ``path``, through dicts and, where it has numbers, lists, which are made as needed."""
     set_element(state, tuple(path), value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from tests.numerics.training import full
 from tests.worlds import Worlds
 
 HALF, ALL = 3, 8
+FOLDER: dict[str, Any] = {"save_distributed_checkpoint": True}
 RULES = {"net.0.weight": {"tp": "S(0)"}, "net.0.bias": {"tp": "S(0)"}, "net.2.weight": {"tp": "S(1)"}}
 MESHES: dict[str, Mapping[str, int]] = {
     "1": {"dp_shard": 1},
@@ -162,3 +164,29 @@ def went(worlds: Worlds, place: Place, *args: Any, **options: Any) -> Went:
 
 def _go(place: Place, args: tuple[Any, ...], options: dict[str, Any]) -> Went:
     return go(place, *args, **options)
+
+
+class SavesAt(Callback):
+    """Saves before the steps that it is told."""
+
+    def __init__(self, path: str, *steps: int) -> None:
+        self.path, self.steps = path, steps
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.path.format(trainer.global_step))
+
+
+def train(path: str, at: tuple[int, ...], options: dict[str, Any], mesh: Any = MESHES["2"]) -> tuple[list[float], Any]:
+    """The losses and last state of a run that saves on its way."""
+    torch.manual_seed(0)
+    module, losses = Run(), Losses()
+    strategy = make_strategy(mesh, options)
+    trainer = make_trainer(
+        strategy, dist.get_world_size(), max_steps=ALL, max_epochs=-1, callbacks=[losses, SavesAt(path, *at)]
+    )
+    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module)
+    return losses.values, state_of(trainer, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -74,6 +75,7 @@ def twice(mesh: Mapping[str, int] | None, leave_sharded: bool = False) -> dict[s
             seen["output"] = module.net(torch.ones(2, 6))
         copied, file = copy.deepcopy(module), io.BytesIO()
         torch.save(module.net, file)
+        seen["traces"] = b"lightning_autoparallel" in file.getvalue()
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
         same = [torch.equal(a, b) for a, b in zip(copied.net.parameters(), loaded.parameters(), strict=True)]
@@ -99,8 +101,36 @@ def test_the_module_is_that_of_one_device(mesh: str, worlds: Worlds) -> None:
         assert seen["types"] == expected["types"] == {nn.Parameter, Tensor}
         assert all(seen["bound"])
         assert (seen["copied"], seen["no_decay"], seen["heard"]) == (True, True, expected["heard"])
+        assert not seen["traces"]
         for key in ("optimizer", "output", "losses", "validated", "state"):
             torch.testing.assert_close(seen[key], expected[key], rtol=1e-4, atol=1e-6)
+
+
+class FailsOnce(Run):
+    """Raises in its first training, on all ranks."""
+
+    failed = False
+
+    def on_train_batch_end(self, *args):
+        if not self.failed:
+            self.failed = True
+            raise ValueError("once")
+
+
+def after_a_failure() -> tuple[set[type], set[type]]:
+    """The types of parameters after a training that failed, and after the next one with the same strategy."""
+    module, strategy, found = FailsOnce(), make_strategy(MESHES["2"], {}), []
+    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
+    trainer = make_trainer(strategy, 2, max_steps=2, max_epochs=-1)
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            trainer.fit(module)
+        found.append({type(parameter.data) for parameter in module.parameters()})
+    return found[0], found[1]
+
+
+def test_a_failure_is_forgotten(worlds: Worlds) -> None:
+    assert worlds(2).run(after_a_failure) == [({DTensor}, {Tensor})] * 2
 
 
 def test_shards_stay_where_asked(worlds: Worlds) -> None:

@@ -31,6 +31,7 @@ class Averaged(Net):
         super().__init__()
         norm = nn.BatchNorm1d(7) if batch_norm else nn.LayerNorm(7)
         self.net = nn.Sequential(nn.Linear(6, 7), norm, nn.Tanh(), nn.Linear(7, 3))
+        self.net[0].weight.mark = 1.0
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.loss(batch))
@@ -60,11 +61,16 @@ def fit(kind: str, mesh: Mapping[str, int] | None, path: str | None, resume: boo
     saver = SavesAfter(path, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = make_trainer(strategy, ranks, max_epochs=3, callbacks=[losses, _callback(kind), saver])
+        averages = _callback(kind)
+        trainer = make_trainer(strategy, ranks, max_epochs=3, callbacks=[losses, averages, saver])
         trainer.fit(module, ckpt_path=path if resume else None)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    copied = averages._average_model
     return {
         "losses": losses.values,
+        "marks": [getattr(parameter, "mark", 0.0) for parameter in copied.parameters()],
+        "average": [full(parameter).clone() for parameter in copied.parameters()],
+        "types": {type(parameter.data).__name__: 0.0 for parameter in copied.parameters()},
         "val": float(trainer.callback_metrics["val"]),
         "state": {name: full(value).clone() for name, value in state.items()},
     }

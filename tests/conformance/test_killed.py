@@ -15,8 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_autoparallel.strategy import saving
-from tests.conformance.saved import ALL, HALF, Place, go
-from tests.conformance.test_saving import FOLDER, train
+from tests.conformance.saved import ALL, FOLDER, HALF, Place, go, train
 from tests.tiers import tiered
 from tests.worlds import WorldError, Worlds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from tests.distributed.jobs import MESH, Net, train
+from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer, train
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
@@ -140,3 +141,27 @@ def test_training_is_that_of_one_device(kind: type[Net], world: int, worlds: Wor
         assert [row.get("scale") for row in outcome.logged] == [row.get("scale") for row in expected.logged]
         torch.testing.assert_close(outcome.parameters, expected.parameters, rtol=0, atol=tolerance)
         assert outcome.extra == expected.extra
+
+
+def scale_after(path: str, mesh: Mapping[str, int] | None, resume: bool) -> dict[str, Any]:
+    """The scaler's state after eight steps, or after none of a resumed run; a checkpoint is written before."""
+    torch.manual_seed(0)
+    module = Scaled()
+    strategy = make_strategy(mesh, {}) if mesh else None
+    steps = {"max_steps": 8 if resume else 4, "max_epochs": -1}
+    trainer = make_trainer(strategy, 1, **steps, **module.trainer_options)
+    trainer.fit(module, module.loader(0, 1), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    return module.scaler.state_dict()
+
+
+@pytest.mark.parametrize(("before", "after"), [(MESHES[1], None), (None, MESHES[1]), (MESHES[1], MESHES[1])])
+def test_the_scale_is_saved_and_resumed(before, after, worlds: Worlds, tmp_path: Path) -> None:
+    path, plain = str(tmp_path / "run.ckpt"), str(tmp_path / "plain.ckpt")
+    scale_after(plain, None, False)
+    expected = scale_after(plain, None, True)
+    run = worlds(1).run
+    _ = run(scale_after, path, before, False) if before else scale_after(path, None, False)
+    found = run(scale_after, path, after, True)[0] if after else scale_after(path, None, True)
+    assert found == expected != Scaled().scaler.state_dict()

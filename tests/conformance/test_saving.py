@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,47 +14,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.strategy import saving
-from tests.conformance.saved import ALL, HALF, Place, Run, go, state_of
-from tests.distributed.jobs import MESH, Losses, make_strategy, make_trainer
+from tests.conformance.saved import ALL, FOLDER, HALF, Place, Run, go, train
+from tests.distributed.jobs import make_strategy, make_trainer
 from tests.tiers import tiered
 from tests.worlds import WorldError, Worlds
 
 pytestmark = pytest.mark.conformance
 
-FOLDER: dict[str, Any] = {"save_distributed_checkpoint": True}
 WAYS: list[dict[str, Any]] = [{}, FOLDER, {"async_save": True}, {**FOLDER, "async_save": True}]
 TWO = Place("2")
-
-
-class SavesAt(Callback):
-    """Saves before the steps that it is told."""
-
-    def __init__(self, path: str, *steps: int) -> None:
-        self.path, self.steps = path, steps
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step in self.steps:
-            trainer.save_checkpoint(self.path.format(trainer.global_step))
-
-
-def train(path: str, at: tuple[int, ...], options: dict[str, Any], mesh: Any = MESH) -> tuple[list[float], Any]:
-    """The losses and last state of a run that saves on its way."""
-    torch.manual_seed(0)
-    module, losses = Run(), Losses()
-    strategy = make_strategy(mesh, options)
-    trainer = make_trainer(
-        strategy, dist.get_world_size(), max_steps=ALL, max_epochs=-1, callbacks=[losses, SavesAt(path, *at)]
-    )
-    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module)
-    return losses.values, state_of(trainer, module)
 
 
 def train_with_limit(limit: int, path: str) -> list[str]:

@@ -112,8 +112,9 @@ class OnMeta(Net):
         (
             ManualOptimization,
             {"dp_shard": 2},
-            "ConfigError: ManualOptimization sets automatic_optimization=False: a step that optimizes by itself cannot "
-            'be captured whole; use capture="auto" or "forward", or return the loss from training_step',
+            f"ConfigError: jobs.py:{Net.training_step.__code__.co_firstlineno}: ManualOptimization sets "
+            "automatic_optimization=False: a step that optimizes by itself cannot be captured whole; use "
+            'capture="auto" or "forward", or return the loss from training_step',
         ),
         (
             OnMeta,

@@ -142,7 +142,6 @@ class OneCodeManyClosures(Case):
     """Functions made by one function: each has a closure of its own, and one of them counts."""
 
     pair = True
-    captures = None
 
     def __init__(self):
         super().__init__()
