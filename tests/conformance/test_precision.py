@@ -144,12 +144,11 @@ def test_training_is_that_of_one_device(kind: type[Net], world: int, worlds: Wor
 
 
 def scale_after(path: str, mesh: Mapping[str, int] | None, resume: bool) -> dict[str, Any]:
-    """The scaler's state after eight steps, or after none of a resumed run; a checkpoint is written before."""
+    """The scaler's state after three steps, which are saved, or of a run that resumes there and takes none."""
     torch.manual_seed(0)
     module = Scaled()
     strategy = make_strategy(mesh, {}) if mesh else None
-    steps = {"max_steps": 8 if resume else 4, "max_epochs": -1}
-    trainer = make_trainer(strategy, 1, **steps, **module.trainer_options)
+    trainer = make_trainer(strategy, 1, max_steps=3, max_epochs=-1, **module.trainer_options)
     trainer.fit(module, module.loader(0, 1), ckpt_path=path if resume else None)
     if not resume:
         trainer.save_checkpoint(path)
