@@ -6,7 +6,9 @@ public name here. The command line is in ``lightning_compat.cli``.
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DistributedSampler
 
 from lightning_autoparallel.lightning_compat.flavour import (
     A_TRAINER,
@@ -25,6 +27,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.overrides import distributed as samplers
     from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import (
@@ -39,7 +42,9 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     )
     from lightning.pytorch.trainer.connectors import data_connector
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -50,6 +55,7 @@ else:
     from pytorch_lightning import __version__ as LIGHTNING_VERSION
     from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.core.optimizer import LightningOptimizer
+    from pytorch_lightning.overrides import distributed as samplers
     from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import (
@@ -64,7 +70,9 @@ else:
     )
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.enums import GradClipAlgorithmType
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
@@ -80,6 +88,38 @@ def weights_only_of_run() -> bool | None:
         frame = frame.f_back
     given = None if frame is None else frame.f_locals.get("weights_only")
     return given if isinstance(given, bool) else None
+
+
+def injected_samplers() -> tuple[type, ...]:
+    """What Lightning shares rows out over ranks with."""
+    return (
+        DistributedSampler,
+        distributed.DistributedSamplerWrapper,
+        samplers.UnrepeatedDistributedSampler,
+        samplers.UnrepeatedDistributedSamplerWrapper,
+    )
+
+
+def batch_samplers_that_keep_indices() -> tuple[type, ...]:
+    """What Lightning wraps batch samplers in where it predicts; the wrapped one is ``_batch_sampler``."""
+    return (samplers._IndexBatchSamplerWrapper,)
+
+
+def current_loader(trainer: Trainer, index: int) -> Any:
+    """The ``index``-th loader of the evaluation that runs, None where there is none."""
+    combined = getattr(trainer._active_loop, "_combined_loader", None)
+    return combined.flattened[index] if combined is not None and index < len(combined.flattened) else None
+
+
+def evaluates_one_by_one(trainer: Trainer) -> bool:
+    """Whether the loaders of the evaluation that runs come one after the other, not several at once."""
+    combined = getattr(trainer._active_loop, "_combined_loader", None)
+    return combined is None or combined._mode == "sequential"
+
+
+def batches_begun(trainer: Trainer) -> int:
+    """How many batches the evaluation that runs has begun, of all its loaders."""
+    return int(trainer._active_loop.batch_progress.current.ready)  # type: ignore[union-attr]
 
 
 all_gather_if_available = distributed._all_gather_ddp_if_available
@@ -103,6 +143,7 @@ __all__ = [
     "LightningEnvironment",
     "LightningModule",
     "LightningOptimizer",
+    "MisconfigurationException",
     "MixedPrecision",
     "ModelParallelStrategy",
     "OptimizerLRSchedulerConfig",
@@ -114,11 +155,17 @@ __all__ = [
     "Trainer",
     "TrainerFn",
     "all_gather_if_available",
+    "batch_samplers_that_keep_indices",
+    "batches_begun",
     "check_flavour",
+    "current_loader",
     "data_connector",
     "default_process_group_backend",
     "distributed_is_initialized",
+    "evaluates_one_by_one",
+    "extract_batch_size",
     "init_process_group",
+    "injected_samplers",
     "is_param_in_hook_signature",
     "mixed_flavours",
     "rank_zero_info",

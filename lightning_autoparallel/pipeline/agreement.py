@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_autoparallel.errors import (
     AutoParallelError,
@@ -20,6 +21,7 @@ from lightning_autoparallel.errors import (
     RanksDifferError,
 )
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
+from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
 
 PATIENCE = timedelta(seconds=20)  # of a rank with an error, for others to come and hear of it
 
@@ -87,6 +89,18 @@ class ControlGroup:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+    def same_batch(self, batch: Any) -> Any:
+        """The batch of rank 0, for a batch that all ranks should hold alike; on this rank's devices."""
+        leaves, spec = tree_flatten(batch)
+        spelled = [digest(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        if self.agrees(repr(spelled)):
+            return batch
+        on_host = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        first = self.gather(on_host if dist.get_rank() == 0 else None)[0]
+        devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
+        moved = [leaf if device is None else leaf.to(device) for leaf, device in zip(first, devices, strict=True)]
+        return tree_unflatten(moved, spec)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each of as many flags on every rank whether some rank has set it."""
@@ -260,6 +274,14 @@ def check_same_rows(control: ControlGroup, shard: int, digests: Mapping[str, str
                 f"'{path or 'batch'}': only dp_* axes divide the batch; let the Trainer make the sampler, or give "
                 "yours **strategy.distributed_sampler_kwargs and the same seed on every rank"
             )
+
+
+def digest(tensor: Tensor) -> str:
+    """A tensor's values in few characters."""
+    if not tensor.numel():
+        return ""
+    values = tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(values, digest_size=8).hexdigest()
 
 
 def _message(error: Exception) -> str:

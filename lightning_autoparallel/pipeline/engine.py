@@ -59,6 +59,7 @@ from lightning_autoparallel.pipeline.agreement import (
     check_same_call,
     check_same_rows,
     check_same_step,
+    digest,
 )
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import (
@@ -208,7 +209,7 @@ class StepEngine:
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
         if not call.local:
-            return call, describe_batch(leaves, self.batch_dims)
+            return call, describe_batch(leaves, {"*": None} if call.common else self.batch_dims)
         training = call.training and records_gradients(self._owner(call), [leaf for _, leaf in leaves])
         name = call.name if training else f"{call.name}:inference"
         return replace(call, training=training, name=name), describe_call(batch, self.device, training)
@@ -287,7 +288,7 @@ class StepEngine:
                 raise CaptureError(f"{call.name}: {layout.refused}")
             return
         batched = {leaf.path for leaf in layout.leaves if leaf.batched}
-        values = {path: _digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
+        values = {path: digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
         values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
         check_same_step(
             self.context.control,
@@ -310,7 +311,7 @@ class StepEngine:
         if mesh.device_mesh.size() == mesh.data_parallel_size:
             return
         batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
-        digests = {path: _digest(leaf) for path, leaf in leaves if path in batched}
+        digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
         check_same_rows(self.context.control, mesh.data_parallel_rank, digests)
 
     def _capture(
@@ -372,7 +373,7 @@ class StepEngine:
         self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]
     ) -> None:
         """Whether the batch can be divided into rows by dim 0 of its tensors."""
-        if call.local or self.context.mesh.data_parallel_size == 1:
+        if call.local or call.common or self.context.mesh.data_parallel_size == 1:
             return
         ragged = ragged_part(rebuild([leaf for _, leaf in leaves]))
         if ragged is not None:
@@ -457,12 +458,4 @@ def _decides(guard: Guard, variants: int, name: str) -> str:
     return (
         f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
         "were captured; compute it on tensors, or raise max_captures"
-    )
-
-
-def _digest(tensor: Tensor) -> str:
-    return (
-        hashlib.blake2b(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
-        if tensor.numel()
-        else ""
     )

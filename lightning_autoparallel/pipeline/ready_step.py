@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
 from lightning_autoparallel.compile import run_step
-from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.contracts import CompiledStep, PassedOn
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
@@ -50,6 +50,7 @@ class ReadyStep:
         state.messages.replay(numbers)
         return StepResult(
             output=self._output(outputs, numbers),
+            row_dims=self._row_dims(outputs),
             effects=self.variant.effects,
             effect_tensors=tuple(effects[:logged]),
             effect_whole=_whole_effects(self.variant.step)[:logged],
@@ -74,7 +75,7 @@ class ReadyStep:
 
     def _given(self, numbers: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of the batch, and the numbers that the graph takes."""
-        given = [tensor.contiguous() if self.call.local else tensor for tensor in self._tensors]
+        given = [tensor.contiguous() for tensor in self._tensors]  # as they were at capture
         if self.variant.state.needs_vector:
             fed = self.variant.state.watcher.numbers(numbers)
             given.append(torch.tensor(fed, dtype=torch.float64).to(self.engine.device, non_blocking=True))
@@ -90,6 +91,14 @@ class ReadyStep:
             return self.call.run(self.rebuild(with_statics(values, statics)), Watcher(self.counters))
 
         return runs_again(self.engine.module, self.variant.step.captured, run, self.engine.device)
+
+    def _row_dims(self, outputs: Sequence[Tensor]) -> dict[int, int]:
+        captured = self.variant.step.captured
+        made = {int(item.name): item.batch_dim for item in captured.outputs if item.kind == "output"}
+        dims = {id(output): made[position] for output, position in zip(outputs, sorted(made), strict=True)}
+        passed = [static.position for static in captured.static_outputs.values() if isinstance(static, PassedOn)]
+        dims |= {id(self._tensors[i]): 0 if self.layout.tensors[i].batched else None for i in passed}
+        return {tensor: dim for tensor, dim in dims.items() if dim is not None}
 
     def _output(self, outputs: Sequence[Tensor], numbers: Mapping[str, Any]) -> Any:
         captured = self.variant.step.captured

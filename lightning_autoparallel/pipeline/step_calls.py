@@ -24,7 +24,7 @@ class StepCall:
     A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
     this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
     ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
-    unknown.
+    unknown. The batch of a ``common`` one is the same on all ranks.
     """
 
     name: str
@@ -35,6 +35,7 @@ class StepCall:
     local: bool = False
     path: str = ""
     rows: int | None = None
+    common: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class StepResult:
     """What one real step gave: its result, and the tensors that its recorded effects replay with.
 
     ``effect_whole`` says which of them are equal on all ranks; the others are this rank's rows. ``numbers`` are the
-    counters and other numbers that the step found.
+    counters and other numbers that the step found. ``row_dims`` has, by the ids of tensors in the output, the dims in
+    which these are the batch.
     """
 
     output: Any
@@ -51,6 +53,7 @@ class StepResult:
     effect_whole: tuple[bool, ...]
     step: CompiledStep
     numbers: Mapping[str, Any]
+    row_dims: Mapping[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)

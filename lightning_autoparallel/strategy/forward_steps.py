@@ -13,6 +13,8 @@ from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.buffers import SharedBuffers
 from lightning_autoparallel.pipeline.module_calls import ModuleCalls
+from lightning_autoparallel.strategy.counted_once import counting_once
+from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 
@@ -40,16 +42,17 @@ class ForwardSteps:
         self.warn = warn
         self._step = "training_step"
         self._counters: Mapping[str, int] = {}
+        self._rows = RowsOfBatch()
         self.calls = ModuleCalls(engine, self, names)
         self._buffers = SharedBuffers(module, engine.context)
 
-    def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int]) -> Any:
+    def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int], rows: RowsOfBatch) -> Any:
         """One real step.
 
         Raises:
             AutoParallelError: another rank raised, called other modules, or alone skips the batch (None).
         """
-        self._step, self._counters = name, counters
+        self._step, self._counters, self._rows = name, counters, rows
         self.calls.parameters.start()
         self._scopes.join_rows(self._module)
         self._buffers.share()
@@ -57,7 +60,8 @@ class ForwardSteps:
         output, error = None, None
         try:
             self._engine.check_parameters()
-            with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])():
+            counting = counting_once(self._module, rows, self._scopes)
+            with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])(), counting:
                 output = getattr(self._module, name)(*args)
         except OtherRankError:
             raise
@@ -104,4 +108,4 @@ class ForwardSteps:
         """What modules log, and which metrics they update."""
         effects = result.effects
         assert isinstance(effects, LightningEffects)
-        effects.replay(result.effect_tensors, result.effect_whole, self._counters)
+        effects.replay(result.effect_tensors, result.effect_whole, self._counters, self._rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from unittest import mock
 
@@ -24,6 +25,7 @@ class MetricScopes:
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._covers_all: dict[int, bool] = {}
+        self._not_joined: dict[int, tuple[torchmetrics.Metric, bool, bool]] = {}  # with what they had
 
     @contextlib.contextmanager
     def updating(self, metric: nn.Module, covers_all: bool, line: str) -> Iterator[None]:
@@ -41,11 +43,46 @@ class MetricScopes:
         with contextlib.ExitStack() as stack:
             for member in members:
                 if covers_all or self._mesh.data_parallel_size == 1:
-                    member.sync_on_compute = member._to_sync = False
+                    self._join_nothing(member)
                 else:
                     self._join_over_rows(member)
                     # forward returns the value of the whole batch, not of this rank's rows
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", True))
+            yield
+
+    def _join_nothing(self, member: torchmetrics.Metric) -> None:
+        self._not_joined.setdefault(id(member), (member, member.sync_on_compute, member._to_sync))
+        member.sync_on_compute = member._to_sync = False
+
+    def end(self) -> None:
+        """Metrics are joined as the user has it: other runs may update them with rows."""
+        for member, on_compute, to_sync in self._not_joined.values():
+            member.sync_on_compute, member._to_sync = on_compute, to_sync
+
+    @property
+    def shards(self) -> int:
+        """How many ranks see different rows."""
+        return self._mesh.data_parallel_size
+
+    @property
+    def counts_common(self) -> bool:
+        """Whether this rank is the one that counts rows that every rank holds."""
+        return self._mesh.data_parallel_rank == 0
+
+    def covers_all(self, metric: nn.Module) -> bool:
+        """Whether ``metric`` has been updated with values of the whole batch: every rank counts everything then."""
+        return self._covers_all.get(id(metric), False)
+
+    @contextlib.contextmanager
+    def updating_with_common(self, metric: nn.Module) -> Iterator[None]:
+        """Around an update or forward of ``metric`` with rows that every rank holds: one rank counts them."""
+        self.join_rows(metric)
+        with contextlib.ExitStack() as stack:
+            if not self.counts_common:
+                stack.enter_context(state_kept(metric))
+            for member in metric.modules():
+                if isinstance(member, torchmetrics.Metric):  # forward's value is of these rows: no rank has others
+                    stack.enter_context(mock.patch.object(member, "dist_sync_on_step", False))
             yield
 
     def join_rows(self, module: nn.Module) -> None:
@@ -66,3 +103,16 @@ def outermost_metrics(module: nn.Module) -> list[nn.Module]:
     found = [submodule for submodule in module.modules() if isinstance(submodule, kinds)]
     inside = {id(member) for metric in found for member in metric.modules() if member is not metric}
     return [metric for metric in found if id(metric) not in inside]
+
+
+@contextlib.contextmanager
+def state_kept(metric: nn.Module) -> Iterator[None]:
+    """After the block the metric has counted nothing of it."""
+    members = [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
+    before = [dict(vars(member)) for member in members]
+    states = copy.deepcopy([member.metric_state for member in members])  # at once: members may share tensors
+    try:
+        yield
+    finally:
+        for member, attributes, state in zip(members, before, states, strict=True):
+            vars(member).update({**attributes, **state})

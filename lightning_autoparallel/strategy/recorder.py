@@ -17,6 +17,8 @@ from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.watch import Watched
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
+from lightning_autoparallel.strategy.counted_once import counted_log, weigh_rows
+from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL, LoggedAs, note_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
 from lightning_autoparallel.strategy.questions import rank_patches
@@ -117,8 +119,16 @@ class LightningEffects:
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
             yield
 
-    def replay(self, values: Sequence[Tensor], whole: Sequence[bool], counters: Mapping[str, int]) -> None:
+    def replay(
+        self,
+        values: Sequence[Tensor],
+        whole: Sequence[bool],
+        counters: Mapping[str, int],
+        rows: RowsOfBatch,
+    ) -> None:
         """Make the recorded calls with the ``values`` of a real step; ``whole`` ones are equal on all ranks."""
+        if self._whole_batch and rows.some_common:
+            weigh_rows(self._module.trainer, 1 if rows.common else self._scopes.shards)
         results: dict[int, Any] = {}
 
         def resolve(leaf: Any) -> Any:
@@ -129,15 +139,29 @@ class LightningEffects:
             return made_again(leaf, counters)
 
         for call in self._calls:
-            with self._around(call, whole):
-                result = call.function(*tree_map(resolve, call.args), **tree_map(resolve, dict(call.kwargs)))
+            args, kwargs = tree_map(resolve, call.args), tree_map(resolve, dict(call.kwargs))
+            with self._around(call, whole, rows):
+                result = self._counting(call, rows)(*args, **kwargs)
             if call.metric_value is not None:
                 results[call.metric_value] = result
 
-    def _around(self, call: _Call, whole: Sequence[bool]) -> contextlib.AbstractContextManager[None]:
-        if call.updates is None or not self._whole_batch:
+    def _around(self, call: _Call, whole: Sequence[bool], rows: RowsOfBatch) -> contextlib.AbstractContextManager[None]:
+        if call.updates is None:
+            return contextlib.nullcontext()
+        if rows.common and not (self._whole_batch and self._scopes.covers_all(call.updates)):
+            if rows.some_own:
+                return self._scopes.updating_with_common(call.updates)
+            return self._scopes.updating(call.updates, True, call.line)
+        if not self._whole_batch:
             return contextlib.nullcontext()
         return self._scopes.updating(call.updates, all(whole[slot] for slot in call.slots()), call.line)
+
+    def _counting(self, call: _Call, rows: RowsOfBatch) -> Callable[..., Any]:
+        """What a module logs where its step runs as it is written."""
+        logs = call.function in (LightningModule.log, LightningModule.log_dict)
+        if self._whole_batch or not logs or not rows.some_common:
+            return call.function
+        return counted_log(call.function, rows, self._scopes)
 
     def _record(
         self,

@@ -83,7 +83,9 @@ def sample_training_batch(trainer: Trainer, at_any_price: bool = False) -> tuple
 
 def sample_validation_batch(trainer: Trainer) -> tuple[bool, Any]:
     """The first batch of the first dataloader as ``validation_step`` will see it, and whether there is one."""
+    trainer.validating = True
     trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    trainer.training = True
     loaders = trainer.val_dataloaders
     return _sample(trainer, loaders[0] if isinstance(loaders, list) and loaders else loaders, _has_batches_left)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,12 +18,14 @@ from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
+from lightning_autoparallel.strategy.last_rows import RowDim, RowsOfBatch, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
 from lightning_autoparallel.strategy.launches import LaunchCounter
 from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
+from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 _BATCH_INDEX = "batch_idx"
 _LINE = re.compile(r"\.py:\d+|^rank \d+ stopped")  # whose line is not ours
@@ -43,6 +46,10 @@ class LightningSteps:
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
         self._forward: ForwardSteps | None = None
+
+    def end(self) -> None:
+        """Nothing runs any more; the module's metrics are as they were."""
+        self._scopes.end()
 
     @property
     def forward(self) -> ForwardSteps:
@@ -80,17 +87,21 @@ class LightningSteps:
         if name == "training_step":
             self.launches.start()
         around = self.launches.counting if name == "training_step" else contextlib.nullcontext
+        rows = RowsOfBatch() if name == "training_step" else rows_of_this(self._trainer, args)
+        if rows.common:
+            args = (self._engine.context.control.same_batch(args[0]), *args[1:])
         if self.mode(name) == "step":
             try:
-                return self._run_captured(name, args, around)
+                return self._run_captured(name, args, around, rows)
             except TooManyCapturesError as error:
                 if self._capture.mode == "step":
-                    return self._run_captured_anew(name, args, around, error)
+                    return self._run_captured_anew(name, args, around, rows, error)
                 self._climb_down(name, error)
             except (*NOT_CAPTURED, RanksDifferError) as error:
                 self._climb_down(name, error)
         with around():
-            return self.forward.run(name, args, self._counters(args))
+            output = self.forward.run(name, args, self._counters(args), rows)
+            return without_spare(output, args[0], rows, _same_length(args[0]))
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -115,9 +126,9 @@ class LightningSteps:
 
         return run
 
-    def _run_captured(self, name: str, args: tuple[Any, ...], around: Any) -> Any:
+    def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:
         counters = self._counters(args)
-        call = self._call(name, args)
+        call = dataclasses.replace(self._call(name, args), common=rows.common)
         ready = self._engine.ready(call, args[0], counters)  # nothing has run where this raises
         result = ready.run(around)
         if name == "training_step":
@@ -126,17 +137,19 @@ class LightningSteps:
         self.modes[name] = "step"
         effects = result.effects
         assert isinstance(effects, LightningEffects)
-        effects.replay(result.effect_tensors, result.effect_whole, result.numbers)
-        return result.output
+        effects.replay(result.effect_tensors, result.effect_whole, result.numbers, rows)
+        return without_spare(result.output, args[0], rows, lambda tensor: result.row_dims.get(id(tensor)))
 
-    def _run_captured_anew(self, name: str, args: tuple[Any, ...], around: Any, error: TooManyCapturesError) -> Any:
+    def _run_captured_anew(
+        self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch, error: TooManyCapturesError
+    ) -> Any:
         """Where nothing but whole steps was asked for, a training does not end because there are many kinds of them."""
         self._notice(
             f"autoparallel: {_located(error, getattr(self._module, name))}. What was captured of {name} so far is let "
             'go, and captured again where it is needed, which takes time; capture="auto" runs such a step\'s own Python'
         )
         self._engine.forget(name)
-        return self._run_captured(name, args, around)
+        return self._run_captured(name, args, around, rows)
 
     def _climb_down(self, name: str, error: Exception) -> None:
         """From here on the step's Python runs at every step; on all ranks, which have all met an error.
@@ -195,6 +208,13 @@ class LightningSteps:
         if message not in self._noticed:
             self._noticed.add(message)
             rank_zero_warn(message)
+
+
+def _same_length(batch: Any) -> RowDim:
+    """Where a step runs as it is written: tensors that are as long as the first of the batch have its rows."""
+    leaves, _ = tree_flatten(batch)
+    length = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    return lambda tensor: 0 if tensor.dim() and len(tensor) == length else None
 
 
 def _loss_of(output: Any) -> Tensor:

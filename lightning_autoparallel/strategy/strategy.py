@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_autoparallel.apply import rebind, shared_state, whole_state
 from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, state_bytes
@@ -36,6 +37,8 @@ from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
+from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
+from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
@@ -274,6 +277,14 @@ class AutoParallelStrategy(SavingStrategy):
         with context, self.precision_plugin.tensor_init_context():
             yield
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Evaluations see each row once, whether ranks can share them out evenly or not."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if isinstance(dataloader, DataLoader) and not trainer.training:
+            share_out_evenly(dataloader, lambda: every_rank_needs_its_own(trainer))
+        return dataloader
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,6 +337,8 @@ class AutoParallelStrategy(SavingStrategy):
     def teardown(self) -> None:
         """Write what is left to write, and give the module its whole parameters back."""
         self._while_set_up.close()
+        if self._steps is not None:
+            self._steps.end()
         self.end_saving()
         self._give_back()
         assert self.cluster_environment is not None and self.accelerator is not None

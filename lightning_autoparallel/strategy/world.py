@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -125,6 +126,43 @@ class WorldStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- as many batches on every rank -------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Ranks agree on the number of batches before the first: one that has fewer would leave the others waiting."""
+        assert self.lightning_module is not None
+        self._check_batches("train", [self.lightning_module.trainer.num_training_batches])
+
+    def on_validation_start(self) -> None:
+        """The same before a validation, or the sanity check."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._check_batches(
+            "val", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        )
+
+    def on_test_start(self) -> None:
+        """The same before a test."""
+        assert self.lightning_module is not None
+        self._check_batches("test", self.lightning_module.trainer.num_test_batches)
+
+    def on_predict_start(self) -> None:
+        """The same before a prediction."""
+        assert self.lightning_module is not None
+        self._check_batches("predict", self.lightning_module.trainer.num_predict_batches)
+
+    def _check_batches(self, kind: str, batches: Sequence[float]) -> None:
+        assert self._control is not None
+        if self._control.agrees(repr(batches)):
+            return
+        everyone = self._control.gather(list(batches))
+        rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        raise ConfigError(
+            f"ranks have other numbers of {kind} batches: rank 0 {everyone[0]}, rank {rank} {everyone[rank]}, by "
+            "loader; each step is one of all ranks. Let the Trainer share rows out (use_distributed_sampler=True), "
+            f"give ranks as many rows each, or set limit_{kind}_batches to what all have"
+        )
 
     # -- talking -----------------------------------------------------------------------------------------------------
 
