@@ -1,6 +1,7 @@
 """Train a LightningModule written for one device on a mesh of many."""
 
 from lightning_autoparallel.callbacks import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback
+from lightning_autoparallel.checkpoint import load_weights
 from lightning_autoparallel.compile import autoparallel_backend
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import NodeInfo
@@ -20,6 +21,7 @@ __all__ = [
     "PeakMemoryMonitor",
     "PlanReportCallback",
     "autoparallel_backend",
+    "load_weights",
     "parallelize",
     "plan",
 ]

@@ -11,12 +11,12 @@ from lightning_autoparallel.apply.gather import (
     whole_state,
 )
 from lightning_autoparallel.apply.lower import lower_graph
+from lightning_autoparallel.apply.materialise import materialise_module, materialise_whole
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
     Replacements,
     attached_kept,
     check_initialised,
-    materialise_module,
     parameter_layouts,
     shard_module,
     share_buffers,
@@ -32,6 +32,7 @@ __all__ = [
     "gathered",
     "lower_graph",
     "materialise_module",
+    "materialise_whole",
     "parameter_layouts",
     "rebind",
     "shard_copy",

@@ -1,4 +1,4 @@
-"""Parameters as DTensors of their planned placement: sharded, or made on a meta model shard by shard."""
+"""Parameters as DTensors of their planned placement."""
 
 from __future__ import annotations
 
@@ -200,54 +200,3 @@ def check_initialised(module: nn.Module) -> None:
                 f"module '{path}' ({type(submodule).__name__}) is lazy and its parameters have no shape yet: call the "
                 "module once on a sample batch at the end of __init__, or give the layer its input size"
             )
-
-
-def materialise_module(module: nn.Module, layouts: Mapping[str, ParameterLayout], device: torch.device) -> None:
-    """Initialise what is on meta, one submodule at a time, keeping this rank's shards only.
-
-    Ranks draw alike (they start from rank 0's random state) and each draws a submodule's whole parameters, so that the
-    values are those of one device; no more than one submodule's full parameters exist at any time.
-
-    Raises:
-        ConfigError: a submodule has parameters or buffers on meta but no ``reset_parameters``.
-    """
-    _share_random_state(device)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    tied: dict[int, nn.Parameter] = {}
-    for path, submodule in module.named_modules():
-        on_meta = [
-            t for t in (*submodule._parameters.values(), *submodule._buffers.values()) if t is not None and t.is_meta
-        ]
-        if not on_meta:
-            continue
-        _check_can_reset(path, submodule)
-        keys = {attribute: parameter for attribute, parameter in submodule._parameters.items() if parameter is not None}
-        submodule.to_empty(device=device, recurse=False)
-        submodule.reset_parameters()  # type: ignore[operator]
-        for attribute, original in keys.items():
-            if id(original) not in tied:
-                layout = layouts[names[id(original)]]
-                full = submodule._parameters[attribute]
-                assert full is not None
-                local = layout.distribute(layout.shard_of(full))
-                tied[id(original)] = nn.Parameter(local, requires_grad=original.requires_grad)
-            submodule._parameters[attribute] = tied[id(original)]
-
-
-def _check_can_reset(path: str, submodule: nn.Module) -> None:
-    if not callable(getattr(submodule, "reset_parameters", None)):
-        raise ConfigError(
-            f"module '{path}' ({type(submodule).__name__}) is on the meta device and has no reset_parameters(): its "
-            "parameters cannot be initialised; add that method, or build the module on a real device"
-        )
-
-
-def _share_random_state(device: torch.device) -> None:
-    if dist.get_backend() == "fake" or dist.get_world_size() == 1:
-        return
-    on_cuda = device.type == "cuda"
-    states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None]
-    dist.broadcast_object_list(states, src=0)
-    torch.set_rng_state(states[0])
-    if on_cuda:
-        torch.cuda.set_rng_state(states[1], device)

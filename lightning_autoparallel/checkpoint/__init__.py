@@ -4,6 +4,7 @@ from lightning_autoparallel.checkpoint.background import BackgroundWriter, copie
 from lightning_autoparallel.checkpoint.consolidate import consolidate
 from lightning_autoparallel.checkpoint.location import Location
 from lightning_autoparallel.checkpoint.optimizers import optimizer_state
+from lightning_autoparallel.checkpoint.safetensors_folder import CONFIG, SafetensorsFolder, write_safetensors
 from lightning_autoparallel.checkpoint.sharded import (
     RANDOM_STATE,
     folder_of,
@@ -18,15 +19,25 @@ from lightning_autoparallel.checkpoint.single import (
     load_full_optimizer_state,
 )
 from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, state_bytes
+from lightning_autoparallel.checkpoint.stored import Part, StoredSpec, StoredTensors, fill_parts, own_checkpoint
 from lightning_autoparallel.checkpoint.together import first_rank_runs
+from lightning_autoparallel.checkpoint.weights import WeightsToCome, load_weights
+from lightning_autoparallel.checkpoint.weights_only import save_weights
 
 __all__ = [
+    "CONFIG",
     "FILE_LIMIT_BYTES",
     "RANDOM_STATE",
     "BackgroundWriter",
     "Location",
+    "Part",
+    "SafetensorsFolder",
+    "StoredSpec",
+    "StoredTensors",
+    "WeightsToCome",
     "consolidate",
     "copied",
+    "fill_parts",
     "first_rank_runs",
     "folder_of",
     "full_model_state",
@@ -34,8 +45,12 @@ __all__ = [
     "load_full_model_state",
     "load_full_optimizer_state",
     "load_sharded_checkpoint",
+    "load_weights",
     "model_state",
     "optimizer_state",
+    "own_checkpoint",
     "save_folder",
+    "save_weights",
     "state_bytes",
+    "write_safetensors",
 ]

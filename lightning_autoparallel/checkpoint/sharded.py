@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
@@ -45,7 +46,13 @@ def folder_of(checkpoint: Mapping[str, Any], random_state: Mapping[str, int]) ->
     return tensors, {**gathered(rest), RANDOM_STATE: dict(random_state)}
 
 
-def save_folder(tensors: dict[str, Any], beside: dict[str, Any], location: Location, group: Any = None) -> None:
+def save_folder(
+    tensors: dict[str, Any],
+    beside: dict[str, Any],
+    location: Location,
+    group: Any = None,
+    planner: SavePlanner | None = None,
+) -> None:
     """Write a folder, which is there when it is whole; every rank of ``group`` calls it.
 
     Raises:
@@ -57,7 +64,9 @@ def save_folder(tensors: dict[str, Any], beside: dict[str, Any], location: Locat
     path = staging.path if staging.is_local else staging.url
     writer = writer_to(path, location.options)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        dcp.save(
+            tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=not dist.is_initialized()
+        )
     except dcp.api.CheckpointException as error:
         raise CheckpointError(f"{location} could not be written: {_reason(error)}") from error
 

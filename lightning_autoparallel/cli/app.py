@@ -12,6 +12,7 @@ from lightning_autoparallel.cli.parser import (
     RecipeConfigFile,
 )
 from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
+from lightning_autoparallel.cli.tools import TOOLS
 from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
 from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
@@ -69,6 +70,11 @@ class AutoParallelCLI(LightningCLI):
         """Lightning's subcommands and this package's, each with the arguments that are not options."""
         plan = {"model", "datamodule", "output", "options"}
         return {**LightningCLI.subcommands(), PLAN: plan, BENCH: {"parser", "config"}}
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        assert isinstance(parser, AutoParallelArgumentParser)
+        parser.show_tools({name: tool.help for name, tool in TOOLS.items()})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lightning_autoparallel.checkpoint import consolidate
 
 CONSOLIDATE = "consolidate"
+CONSOLIDATE_HELP = "Write a folder of shards as the one file that one device, DDP and load_from_checkpoint read."
 
 
 def run_consolidate(args: Sequence[str]) -> None:
@@ -17,10 +18,7 @@ def run_consolidate(args: Sequence[str]) -> None:
         CheckpointError: there is no complete sharded checkpoint, or the file cannot be written there.
         SystemExit: a mistake in the arguments.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"lightning-autoparallel {CONSOLIDATE}",
-        description="Write a folder of shards as the one file that one device, DDP and load_from_checkpoint read.",
-    )
+    parser = argparse.ArgumentParser(prog=f"lightning-autoparallel {CONSOLIDATE}", description=CONSOLIDATE_HELP)
     parser.add_argument("folder", metavar="FOLDER", help="a checkpoint of AutoParallelStrategy, or a URL of one")
     parser.add_argument("file", metavar="FILE", help="where to write the file")
     parser.add_argument("--trust", action="store_true", help="unpickle objects of Python, too, which may run code")

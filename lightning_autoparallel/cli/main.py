@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from lightning_autoparallel.cli.app import AutoParallelCLI
-from lightning_autoparallel.cli.consolidate import CONSOLIDATE, run_consolidate
 from lightning_autoparallel.cli.report import report_errors
+from lightning_autoparallel.cli.tools import TOOLS
 from lightning_autoparallel.lightning_compat.cli import ArgsType
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
@@ -18,8 +18,8 @@ def main(args: ArgsType = None) -> int:
         SystemExit: a mistake in the arguments or the recipe, with status 2 and a message that says what was meant.
     """
     given = sys.argv[1:] if args is None else args
-    if isinstance(given, list) and given[:1] == [CONSOLIDATE]:  # needs neither model nor Trainer
-        return report_errors(lambda: run_consolidate(given[1:]))
+    if isinstance(given, list) and given and given[0] in TOOLS:
+        return report_errors(lambda: TOOLS[given[0]].run(given[1:]))
     return report_errors(lambda: AutoParallelCLI(AutoParallelStrategy, args=args))
 
 

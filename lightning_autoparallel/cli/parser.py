@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, NoReturn
 
@@ -55,6 +55,16 @@ class AutoParallelArgumentParser(LightningArgumentParser):
         # a key cut short is a mistake, not an abbreviation: with another version it may mean another key
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse's; ``show_tools`` adds to what this returns."""
+        self._commands = super().add_subcommands(*args, **kwargs)
+        return self._commands
+
+    def show_tools(self, tools: Mapping[str, str]) -> None:
+        """List commands that parse their own arguments: their help by name."""
+        for name, said in tools.items():
+            self._commands.add_subcommand(name, ArgumentParser(description=said), help=said)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print `message` with a hint at the cause and end the program with status 2."""

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.aggregation import MeanMetric
 
+from lightning_autoparallel.checkpoint import load_weights
 from lightning_autoparallel.lightning_compat import LightningModule, OptimizerLRSchedulerConfig
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
+from lightning_autoparallel.models.llama3_hugging_face import llama3_weights
 
 Batch = dict[str, Tensor]
 
@@ -33,9 +35,13 @@ class Llama3Module(LightningModule):
         warmup_steps: optimizer steps of linear warm-up.
         max_steps: optimizer steps after which the cosine has come down to `min_lr_ratio * lr`.
         min_lr_ratio: final share of the learning rate.
+        weights: what training starts from, read where the model is built or, by AutoParallelStrategy, into each rank's
+            shards: a folder of Hugging Face's `LlamaForCausalLM` (`config.json` and safetensors files), or a
+            checkpoint of this module, file or folder.
 
     Raises:
         ConfigError: the size or an override is unknown or inconsistent.
+        CheckpointError: when the model is built, if `weights` are not there or those of another network.
     """
 
     def __init__(
@@ -48,10 +54,12 @@ class Llama3Module(LightningModule):
         warmup_steps: int = 20,
         max_steps: int = 1000,
         min_lr_ratio: float = 0.1,
+        weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore="weights")  # checkpoints hold weights of their own
         self.config = llama3_config(size, overrides)
+        self.weights = weights
         self.lr = lr
         self.weight_decay = weight_decay
         self.betas = betas
@@ -65,8 +73,14 @@ class Llama3Module(LightningModule):
 
     def configure_model(self) -> None:
         """Build the network, once; Lightning calls this before every fit, validation, test or prediction."""
-        if self.model is None:
+        if self.model is not None:
+            return
+        if self.weights is None:
             self.model = Llama3(self.config)
+            return
+        with torch.device("meta"):
+            self.model = Llama3(self.config)
+        load_weights(self, partial(llama3_weights, self.weights, self.config), into="model")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, vocab_size) for token ids (B, T)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,8 +113,11 @@ class StepEngine:
     def random_state(self, state: Mapping[str, int]) -> None:
         self.seed, self.draws = state.get("seed", self.seed), state.get("draws", self.draws)
 
-    def shard_parameters(self) -> None:
+    def shard_parameters(self, given: Container[str] = ()) -> None:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
+
+        Args:
+            given: tensors on meta that get room only, as their values come later, by all of their names.
 
         Raises:
             ConfigError: a submodule on meta cannot initialise itself, one is lazy and has no parameters yet, or a rule
@@ -128,7 +131,7 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
         with attached_kept(self.module):
-            materialise_module(self.module, self.layouts, self.device)
+            materialise_module(self.module, self.layouts, self.device, given)
             shard_module(self.module, self.layouts, self.device, self.replacements)
             self.module.to(self.device)  # other tensors than parameters, and what modules do besides
         self._hooks += take_whole_tensors(self.module)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel.apply import rebind, shared_state, whole_state
-from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, state_bytes
+from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, state_bytes
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
@@ -43,6 +43,7 @@ from lightning_autoparallel.strategy.launch import check_module, check_optimizer
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
+from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 
@@ -146,6 +147,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._skips = self._is_sharded = False
         self._while_set_up = contextlib.ExitStack()
         self.leave_sharded = leave_sharded
+        self.weights_to_come = WeightsToCome()
         # again: the other flavour may have been imported after this package
         refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
 
@@ -237,7 +239,8 @@ class AutoParallelStrategy(SavingStrategy):
 
     def _place_parameters(self, engine: StepEngine) -> None:
         """A step of its own, because planning for a fake world leaves it out."""
-        engine.shard_parameters()
+        assert self._control is not None
+        shard_and_load(engine, self.weights_to_come, self._control)
         self._is_sharded = True
 
     def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
@@ -284,6 +287,12 @@ class AutoParallelStrategy(SavingStrategy):
         if isinstance(dataloader, DataLoader) and not trainer.training:
             share_out_evenly(dataloader, lambda: every_rank_needs_its_own(trainer))
         return dataloader
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: weights are loaded when the module lies in shards."""
+        with self.weights_to_come.requested():
+            yield
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 KeyPath = Sequence[str | int]  # through dicts and lists
 
@@ -64,6 +64,19 @@ class LoadPlanner(DefaultLoadPlanner):
         """Read one value that is no tensor."""
         path = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, path, torch.load(value, weights_only=self._weights_only))
+
+
+class MadeWhenWritten(DefaultSavePlanner):
+    """Saves tensors on meta as what ``make`` gives for their names, one after another."""
+
+    def __init__(self, make: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is written for one item."""
+        is_absent = isinstance(object, torch.Tensor) and object.is_meta
+        return self._make(write_item.index.fqn) if is_absent else super().transform_object(write_item, object)
 
 
 def reader_of(path: str, options: Mapping[str, Any], weights_only: bool | None) -> FileSystemReader:
