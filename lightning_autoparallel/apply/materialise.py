@@ -105,13 +105,16 @@ def _initialise(root: nn.Module, path: str, submodule: nn.Module, device: torch.
     if owner is None:
         reset()  # type: ignore[misc]
         return
-    values = {key: tensor.detach() for key, tensor in _tensors(submodule).items() if key in drawn}
-    for value in values.values():
-        value.fill_(_never(value.dtype))
-    if callable(reset):
-        reset()
-    owner._init_weights(submodule)
-    _check_drawn(values, owner, path, submodule)
+    untouched = _untouched_by(
+        lambda: (reset() if callable(reset) else None, owner._init_weights(submodule)),
+        {key: tensor.detach() for key, tensor in _tensors(submodule).items() if key in drawn},
+    )
+    if untouched:
+        raise ConfigError(
+            f"{', '.join(untouched)} of module '{path}' ({type(submodule).__name__}) is on the meta device, and "
+            f"{type(owner).__name__}._init_weights does not set it: build it on a real device (for a buffer, the model "
+            "inside accelerate's init_empty_weights(include_buffers=False) rather than on meta)"
+        )
 
 
 def _pretrained_model(root: nn.Module, path: str) -> Any:
@@ -121,6 +124,21 @@ def _pretrained_model(root: nn.Module, path: str) -> Any:
     return next((owner for owner in owners if any(c.__name__ == "PreTrainedModel" for c in type(owner).__mro__)), None)
 
 
+def _untouched_by(initialise: Callable[[], object], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which tensors are not set, or not as a whole, by a call that is to set them."""
+    for tensor in tensors.values():
+        tensor.fill_(_never(tensor.dtype))
+    initialise()
+    untouched = {key: _is_never(tensor) for key, tensor in tensors.items() if tensor.dtype is not torch.bool}
+    flags = {key: tensor.clone() for key, tensor in tensors.items() if tensor.dtype is torch.bool}
+    if flags:  # both values are ordinary: what follows another first value was not set
+        for key in flags:
+            tensors[key].fill_(True)
+        initialise()
+    untouched |= {key: tensors[key] != before for key, before in flags.items()}
+    return [key for key, found in untouched.items() if bool(found.any())]
+
+
 def _never(dtype: torch.dtype) -> float | int | bool:
     """A value that nothing starts with."""
     if dtype.is_floating_point or dtype.is_complex:
@@ -128,16 +146,9 @@ def _never(dtype: torch.dtype) -> float | int | bool:
     return False if dtype is torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
-def _check_drawn(values: Mapping[str, Tensor], owner: nn.Module, path: str, submodule: nn.Module) -> None:
-    for key, value in values.items():
-        never = _never(value.dtype)
-        untouched = value.isnan() if never != never else value == never
-        if bool(untouched.any()):
-            raise ConfigError(
-                f"{key} of module '{path}' ({type(submodule).__name__}) is on the meta device, and "
-                f"{type(owner).__name__}._init_weights does not set it: build it on a real device (for a buffer, the "
-                "model inside accelerate's init_empty_weights(include_buffers=False) rather than on meta)"
-            )
+def _is_never(tensor: Tensor) -> Tensor:
+    never = _never(tensor.dtype)
+    return tensor.isnan() if never != never else tensor == never
 
 
 def _share_random_state(device: torch.device) -> None:

@@ -46,7 +46,8 @@ def match_names(module: nn.Module, stored: StoredTensors, into: str, strict: boo
     surplus = [name for name in specs if name not in tensors]
     unfit = [text for name in tensors if name in specs for text in _unfit(name, stored, tensors[name])]
     if unfit or (strict and (missing or surplus)):
-        raise CheckpointError(_does_not_fit(stored.source, into, missing, surplus, unfit, strict))
+        said = _does_not_fit(stored.source, into, missing, surplus, unfit, strict)
+        raise CheckpointError(said + _advice(module, into, missing, surplus, only_names=not unfit))
     for what, names in (("has no", missing), ("has, and the module has not,", surplus)):
         if names:
             rank_zero_warn(f"{stored.source} {what} {_listed(names)}")
@@ -84,11 +85,10 @@ def _does_not_fit(
     parts += unfit[:_SHOWN]
     if len(unfit) > _SHOWN:
         parts.append(f"and {len(unfit) - _SHOWN} more")
-    text = "; ".join([": ".join(parts[:2]), *parts[2:]])
-    return text + _advice(into, missing, surplus, only_names=not unfit)
+    return "; ".join([": ".join(parts[:2]), *parts[2:]])
 
 
-def _advice(into: str, missing: list[str], surplus: list[str], only_names: bool) -> str:
+def _advice(module: nn.Module, into: str, missing: list[str], surplus: list[str], only_names: bool) -> str:
     for lacking in missing[:1]:
         longer = next((name for name in surplus if name.endswith(f".{lacking}")), None)
         if longer is not None:
@@ -97,6 +97,11 @@ def _advice(into: str, missing: list[str], surplus: list[str], only_names: bool)
         if shorter is not None:
             inner = f"{into}.{lacking.removesuffix(f'.{shorter}')}".removeprefix(".")
             return f"\nNames in the files are shorter: give into={inner!r}"
+    if missing and surplus and any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__):
+        return (
+            "\nIf transformers renames or merges them when it loads this model, write them as they are in the module "
+            "first: safetensors.torch.save_model(model, FILE) after from_pretrained"
+        )
     return "\nstrict=False takes what both have" if only_names else ""
 
 

@@ -24,7 +24,6 @@ Source = str | os.PathLike[str] | Callable[[], StoredTensors]
 @dataclass(frozen=True, kw_only=True)
 class _Request:
     open: Callable[[], StoredTensors]
-    source: str
     into: str
     strict: bool
 
@@ -62,8 +61,7 @@ def load_weights(module: nn.Module, source: Source, *, into: str = "", prefix: s
     if into not in known:
         raise CheckpointError(f"into={into!r} is no submodule of {type(module).__name__}: give a path such as 'model'")
     opens = source if callable(source) else partial(_opened, source, into, prefix)
-    said = "weights" if callable(source) else os.fspath(source)
-    request = _Request(open=opens, source=said, into=into, strict=strict)
+    request = _Request(open=opens, into=into, strict=strict)
     trainer = getattr(module, "_trainer", None)
     to_come = getattr(getattr(trainer, "strategy", None), "weights_to_come", None)
     if isinstance(to_come, WeightsToCome) and to_come.takes_requests:
@@ -92,9 +90,9 @@ class WeightsToCome:
             self.takes_requests = False
 
     @property
-    def sources(self) -> str:
-        """What to load and where to, for people and to compare ranks by; empty where there is nothing to load."""
-        return ", ".join(f"{request.source} for {request.into or 'the module'}" for request in self._requests)
+    def targets(self) -> list[str]:
+        """The submodules that weights are to come for. Paths may differ between machines."""
+        return [request.into for request in self._requests]
 
     def add(self, request: _Request) -> None:
         """Load this, after what was asked for before."""

@@ -16,12 +16,15 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
     """Shard the engine's module and read into its shards what is to come; every rank calls it.
 
     Raises:
-        CheckpointError: on all ranks, if files cannot be read on one or do not fit, or ranks were given others.
+        CheckpointError: on all ranks, if files cannot be read on one or do not fit, or ranks ask for others.
         ConfigError: the module cannot be sharded or initialised.
     """
-    if not control.agrees(weights.sources):
-        raise CheckpointError(f"ranks were given different weights, this one {weights.sources or 'none'}")
-    if not weights.sources:
+    if not control.agrees(repr(weights.targets)):
+        raise CheckpointError(
+            f"load_weights was called for {weights.targets or 'nothing'} on this rank, and for something else on others: "
+            "call it alike on all"
+        )
+    if not weights.targets:
         engine.shard_parameters()
         return
     given = _together(lambda: weights.open(engine.module), control)
