@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.errors import ConfigError
@@ -50,12 +50,17 @@ def materialise_module(
 
 
 def materialise_whole(module: nn.Module, device: torch.device, given: Container[str]) -> None:
-    """As ``materialise_module``, in whole tensors.
+    """As ``materialise_module``, in whole tensors; DTensors that others have made stay what they are.
 
     Raises:
         ConfigError: something on meta is not given, and its module does not initialise it.
     """
-    _materialise(module, device, given, partial(torch.empty_like, device=device), lambda parameter, full: full)
+
+    def room(parameter: nn.Parameter) -> Tensor:
+        own = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else device
+        return torch.empty_like(parameter, device=own, requires_grad=False)
+
+    _materialise(module, device, given, room, lambda parameter, full: full)
 
 
 def _materialise(

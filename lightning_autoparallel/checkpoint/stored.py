@@ -137,5 +137,5 @@ def own_checkpoint(
     if location.is_folder():
         return FolderTensors(location, prefix, weights_only)
     if not location.is_local or not location.is_file():
-        raise CheckpointError(f"{location} is no file of this machine and no folder: give the path of a checkpoint")
+        raise CheckpointError(f"{location} is no file of this machine and no folder: give a checkpoint, or safetensors")
     return FileTensors(location.path, prefix, weights_only)

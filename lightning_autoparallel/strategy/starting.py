@@ -21,8 +21,8 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
     """
     if not control.agrees(repr(weights.targets)):
         raise CheckpointError(
-            f"load_weights was called for {weights.targets or 'nothing'} on this rank, and for something else on others: "
-            "call it alike on all"
+            f"load_weights was called for {weights.targets or 'nothing'} on this rank, and for something else on "
+            "others: call it alike on all"
         )
     if not weights.targets:
         engine.shard_parameters()

@@ -121,7 +121,7 @@ class Sgd(LightningModule):
 class Ours(Sgd, Llama3Module):
     """Llama3Module from files."""
 
-    def __init__(self, weights: str, tied: bool = False) -> None:
+    def __init__(self, weights: str | None, tied: bool = False) -> None:
         Llama3Module.__init__(self, "debug", {**OVERRIDES, "tie_embeddings": tied}, weights=weights)
 
 
@@ -194,29 +194,43 @@ def measured() -> Iterator[_Largest]:
         yield mode
 
 
-def run(kind: type[Sgd], mesh: str | None, weights: str, plan: str = "fsdp", fits: int = 1, **options: Any) -> Started:
+def run(
+    kind: type[Sgd],
+    mesh: str | None,
+    weights: str | None,
+    plan: str = "fsdp",
+    fits: int = 1,
+    ckpt_path: str | None = None,
+    precision: Any = None,
+    **options: Any,
+) -> Started:
     """Train a `kind` from files on a mesh of MESHES, or on one device without us where `mesh` is None.
 
     With no `fits` it is validated on nothing: set up, and given back.
     """
     module, losses = kind(weights, **options), Losses()
     rules = {"base": "fsdp", "rules": OUR_RULES if kind is Ours else THEIR_RULES}
-    strategy = None if mesh is None else make_strategy(MESHES[mesh], {"plan": rules if plan == "rules" else plan})
-    world = 1 if strategy is None else dist.get_world_size()
+    settings = {"plan": rules if plan == "rules" else plan}
+    world = 1 if mesh is None else dist.get_world_size()
+
+    def trainer(**options: Any) -> Any:
+        strategy = None if mesh is None else make_strategy(MESHES[mesh], settings)
+        return make_trainer(strategy, world, limit_val_batches=0, **options)
 
     def loader() -> DataLoader:
-        if strategy is None:
+        if mesh is None:
             return module.loader(0, 1)
-        return module.loader(strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)
+        own: Any = module.trainer.strategy
+        return module.loader(own.mesh.data_parallel_rank, own.mesh.data_parallel_size)
 
     module.train_dataloader = module.val_dataloader = loader
     with warnings.catch_warnings(), measured() as mode:
         warnings.simplefilter("ignore")
         try:
             if not fits:
-                make_trainer(strategy, world, limit_val_batches=0).validate(module, verbose=False)
+                trainer(precision=precision).validate(module, verbose=False, ckpt_path=ckpt_path)
             for _ in range(fits):
-                make_trainer(strategy, world, callbacks=[losses], limit_val_batches=0).fit(module)
+                trainer(callbacks=[losses]).fit(module)
         except AutoParallelError as error:
             return Started(losses=[], ended={}, buffers={}, largest=0, error=f"{type(error).__name__}: {error}")
     return Started(

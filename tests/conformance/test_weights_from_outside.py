@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_autoparallel import load_weights
 from lightning_autoparallel.cli.main import main
@@ -32,6 +34,7 @@ from tests.conformance.outside import (
 )
 from tests.conformance.saved import MESHES, Place
 from tests.distributed.jobs import make_trainer
+from tests.numerics.training import full
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
@@ -182,6 +185,50 @@ def test_dtypes_are_those_of_the_module(folders, tmp_path: Path) -> None:
         torch.testing.assert_close(weights_of(started, kind), expected, rtol=0, atol=0)
 
 
+def validated(path: str) -> Started:
+    return run(Ours, "2", None, fits=0, ckpt_path=path)
+
+
+@pytest.mark.parametrize("form", ["imported file", "imported shards"])
+def test_what_was_imported_is_a_checkpoint(form, folders, worlds: Worlds) -> None:
+    expected = tensors_of(folders["folder"])
+    for started in worlds(2).run(validated, folders[form]):
+        torch.testing.assert_close(weights_of(started, Ours), expected, rtol=0, atol=0)
+
+
+def in_half(folder: str) -> Started:
+    return run(Theirs, "2", folder, fits=0, precision="bf16-true")
+
+
+def test_shards_of_another_precision(folders, worlds: Worlds) -> None:
+    expected = {name: value.bfloat16() for name, value in tensors_of(folders["folder"]).items()}
+    for started in worlds(2).run(in_half, folders["folder"]):
+        torch.testing.assert_close(weights_of(started, Theirs), expected, rtol=0, atol=0)
+
+
+def sharded_by_torch(folder: str) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
+    """Weights in a module on meta that `fully_shard` has cut, and the shapes of this rank's shards."""
+    module = nn.ModuleDict({"net": llama_on_meta(folder)})
+    fully_shard(module["net"], mesh=init_device_mesh("cpu", (2,)))
+    load_weights(module, folder, into="net")
+    shapes = [tuple(parameter.to_local().shape) for parameter in module.parameters()]
+    return {name: full(parameter) for name, parameter in module["net"].named_parameters()}, shapes
+
+
+def llama_on_meta(folder: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def test_shards_of_another_strategy(folders, worlds: Worlds) -> None:
+    expected = tensors_of(folders["folder"])
+    for weights, shapes in worlds(2).run(sharded_by_torch, folders["folder"]):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+        assert shapes == [(len(weight) // 2, *weight.shape[1:]) for weight in weights.values()]
+
+
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
@@ -251,6 +298,11 @@ def test_files_that_are_not_there(folders, tmp_path: Path) -> None:
     assert f"names files that are not there: {second.name}" in configure(folder)
     (tmp_path / "config.json").unlink()
     assert "has no config.json" in configure(folder)
+
+
+def test_without_the_package(folders, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "pip install 'lightning-autoparallel[hf]'" in configure(folders["folder"])
 
 
 class Lonely(Ours):
@@ -355,6 +407,13 @@ def test_export_refuses(folders, tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.matrix
+def test_planning_reads_no_weights(capsys) -> None:
+    options = ["--data.init_args.seq_len", "16", "--model.init_args.weights", "nowhere"]
+    assert main(["plan", "--config", "llama3/debug", "--world-size", "2", *options]) == 0
+    assert "all_gather" in capsys.readouterr().out
+
+
+@pytest.mark.matrix
 def test_a_recipe_starts_from_a_folder(tmp_path: Path) -> None:
     """The recipe's validation loss is that of transformers on the same rows."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -366,22 +425,26 @@ def test_a_recipe_starts_from_a_folder(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "rope_parameters": rope}))
     model.save_pretrained(tmp_path / "llama", max_shard_size="400KB")
-    options = {
-        "trainer.devices": 1,
-        "strategy.compile": "false",
-        "trainer.limit_val_batches": 1,
+    given = {
+        "trainer.devices": "1",
+        "trainer.default_root_dir": str(tmp_path),
         "trainer.logger": "false",
+        "trainer.callbacks": "null",
+        "strategy.compile": "false",
+        "data.init_args.max_bytes": "200000",
+        "model.init_args.weights": str(tmp_path / "llama"),
     }
-    given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "lightning_autoparallel.cli.main", "validate", "--config", "llama3/debug", *given]
-    command += ["--model.init_args.weights", str(tmp_path / "llama"), "--trainer.callbacks", "null"]
+    command = [sys.executable, "-m", "lightning_autoparallel.cli.main", "validate", "--config", "llama3/debug"]
+    command += [text for key, value in given.items() for text in (f"--{key}", value)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    data = TextDataModule(seq_len=128, batch_size=8, val_fraction=0.01, max_bytes=4000000, seed=42)
+    data = TextDataModule(seq_len=128, batch_size=8, val_fraction=0.01, max_bytes=200000, seed=42)
     data.setup("validate")
-    batch = next(iter(data.val_dataloader()))
-    with torch.no_grad():
-        logits = model(batch["inputs"]).logits
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).item()
+    losses = []
+    for batch in data.val_dataloader():
+        with torch.no_grad():
+            logits = model(batch["inputs"]).logits
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()))
+    expected = float(torch.stack(losses).mean())
     row = next(line for line in done.stdout.splitlines() if "val_loss" in line)
     assert float(row.split("│")[2]) == pytest.approx(expected, rel=1e-5)
