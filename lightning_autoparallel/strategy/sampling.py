@@ -47,6 +47,8 @@ def _is_free_to_read(source: Any) -> bool:
 
 def _has_batches_left(source: Any) -> bool:
     """Whether a second iterator would not go on where the first one stopped, as far as that shows."""
+    if hasattr(source, "load_state_dict"):  # it keeps where it is
+        return False
     dataset = source.dataset if isinstance(source, DataLoader) else None
     return not any(hasattr(item, "__next__") for item in (source, dataset) if item is not None)
 

@@ -23,6 +23,7 @@ from lightning_autoparallel.lightning_compat import (
     init_process_group,
     rank_zero_only,
     reset_seed,
+    restore_loaders,
     sync_if_available,
 )
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
@@ -132,6 +133,7 @@ class WorldStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         """Ranks agree on the number of batches before the first: one that has fewer would leave the others waiting."""
         assert self.lightning_module is not None
+        restore_loaders(self.lightning_module.trainer)  # which were set up for a look at their first batch
         self._check_batches("train", [self.lightning_module.trainer.num_training_batches])
 
     def on_validation_start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,14 @@ class Named(Net):
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.loss(batch))
+
+
+class Reshapes(Net):
+    """Views what it is given in another shape."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x.reshape(-1, 3).reshape(-1, 6)), y)
 
 
 class StopsEpochs(Net):
@@ -185,6 +194,14 @@ def once(env: Env) -> Trainer:
     return trainer
 
 
+def strided(env: Env) -> Trainer:
+    ranks = env.ranks or 1
+    wide = [(F.pad(x, (1, 1)).chunk(ranks)[env.rank], y.chunk(ranks)[env.rank]) for x, y in _batches()]
+    trainer = env.trainer(use_distributed_sampler=False)
+    trainer.fit(env.module, DataLoader([(x[:, 1:-1], y) for x, y in wide], batch_size=None))
+    return trainer
+
+
 def _batches() -> list[Any]:
     return list(DataLoader(_rows(16, 0), batch_size=SIZE))
 
@@ -245,6 +262,7 @@ RUNS: dict[str, Callable[[Env], Trainer]] = {
         check_val_every_n_epoch=None,
     ),
     "handed out once": once,
+    "strided batches": strided,
     "smaller last": fitted(lambda env: (env.train(14), env.val(6))),
     "uneven validation": fitted(lambda env: (env.train(), env.val(9)), num_sanity_val_steps=-1),
     "accumulation": fitted(lambda env: (env.train(),), accumulate_grad_batches=3),
@@ -260,7 +278,11 @@ RUNS: dict[str, Callable[[Env], Trainer]] = {
     ),
     "stopped": fitted(both, max_epochs=4),
 }  # fmt: skip
-MODULES: dict[str, type[LightningModule]] = {"at once, uneven": Named, "stopped": StopsEpochs}
+MODULES: dict[str, type[LightningModule]] = {
+    "at once, uneven": Named,
+    "stopped": StopsEpochs,
+    "strided batches": Reshapes,
+}
 
 
 def run(name: str, ranks: int | None) -> dict[str, Any]:
@@ -280,7 +302,7 @@ def run(name: str, ranks: int | None) -> dict[str, Any]:
 
 
 CASES = [(name, ranks) for name in RUNS for ranks in (1, 2)]
-IN_DEFAULT = ("every loop", "handed out once", "across epochs", "uneven validation")
+IN_DEFAULT = ("every loop", "strided batches", "handed out once", "across epochs", "uneven validation")
 
 
 @pytest.mark.parametrize(("name", "ranks"), tiered(CASES, lambda case: case[1] == 2 and case[0] in IN_DEFAULT))
@@ -290,3 +312,60 @@ def test_loops_are_those_of_one_device(name: str, ranks: int, worlds: Worlds) ->
         for exact in ("calls", "extra", "at"):
             assert seen.pop(exact) == expected[exact]
         torch.testing.assert_close(seen, {key: expected[key] for key in seen}, rtol=1e-5, atol=1e-6)
+
+
+class Remembers:
+    """A loader that knows where it is, and goes on from there."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.at = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at %= len(self.batches)
+        while self.at < len(self.batches):
+            self.at += 1
+            yield self.batches[self.at - 1]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class SavesAt(Callback):
+    """Saves in the middle of the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def run_in_parts(path: str, ranks: int | None, resumes: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    env = Env(ranks, Net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callbacks = [env.losses, env.trace, *([] if resumes else [SavesAt(path)])]
+        trainer = env.trainer(use_distributed_sampler=False, callbacks=callbacks)
+        parts = [tuple(part.chunk(ranks or 1)[env.rank] for part in batch) for batch in _batches()]
+        trainer.fit(env.module, Remembers(parts), ckpt_path=path if resumes else None)
+    parameters = {key: full(value) for key, value in env.module.named_parameters()}
+    return {"losses": env.losses.values, "parameters": parameters, "at": float(trainer.global_step)}
+
+
+@pytest.mark.parametrize("ranks", tiered([1, 2], lambda ranks: ranks == 2))
+def test_a_run_goes_on_in_the_middle_of_an_epoch(ranks: int, worlds: Worlds, tmp_path: Path) -> None:
+    ours, alone = str(tmp_path / "ours.ckpt"), str(tmp_path / "alone.ckpt")
+    whole = run_in_parts(alone, None, False)
+    expected = run_in_parts(alone, None, True)
+    worlds(ranks).run(run_in_parts, ours, ranks, False)
+    for seen in worlds(ranks).run(run_in_parts, ours, ranks, True):
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(seen["parameters"], whole["parameters"], rtol=1e-5, atol=1e-6)
