@@ -25,8 +25,9 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.fabric.utilities import distributed
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback, ModelPruning, ThroughputMonitor
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.overrides import distributed as samplers
     from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -42,6 +43,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     )
     from lightning.pytorch.trainer.connectors import data_connector
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import grad_norm
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.enums import GradClipAlgorithmType
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -53,8 +55,9 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning import __version__ as LIGHTNING_VERSION
-    from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.callbacks import Callback, ModelPruning, ThroughputMonitor
     from pytorch_lightning.core.optimizer import LightningOptimizer
+    from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.overrides import distributed as samplers
     from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -70,6 +73,7 @@ else:
     )
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities import grad_norm
     from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.enums import GradClipAlgorithmType
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -83,11 +87,24 @@ def weights_only_of_run() -> bool | None:
 
     ``Trainer._run`` does not hand it on to strategies that restore after setup, so it is read from that call's frame.
     """
+    given = _arguments_of_run().get("weights_only")
+    return given if isinstance(given, bool) else None
+
+
+def restore_modules_and_callbacks(trainer: Trainer) -> None:
+    """Load model, datamodule and callbacks from what ``fit`` or a sibling was given as ``ckpt_path``, if anything.
+
+    ``Trainer._run`` does so before setup or after ``on_fit_start``, and keeps the path to itself until then.
+    """
+    connector = trainer._checkpoint_connector
+    connector._restore_modules_and_callbacks(_arguments_of_run().get("ckpt_path"))
+
+
+def _arguments_of_run() -> dict[str, Any]:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not Trainer._run.__code__:
         frame = frame.f_back
-    given = None if frame is None else frame.f_locals.get("weights_only")
-    return given if isinstance(given, bool) else None
+    return {} if frame is None else frame.f_locals
 
 
 def injected_samplers() -> tuple[type, ...]:
@@ -157,12 +174,15 @@ __all__ = [
     "MisconfigurationException",
     "MixedPrecision",
     "ModelParallelStrategy",
+    "ModelPruning",
     "OptimizerLRSchedulerConfig",
     "ParallelStrategy",
     "Precision",
     "Strategy",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
+    "TensorBoardLogger",
+    "ThroughputMonitor",
     "Trainer",
     "TrainerFn",
     "all_gather_if_available",
@@ -175,6 +195,7 @@ __all__ = [
     "distributed_is_initialized",
     "evaluates_one_by_one",
     "extract_batch_size",
+    "grad_norm",
     "init_process_group",
     "injected_samplers",
     "is_param_in_hook_signature",
@@ -185,6 +206,7 @@ __all__ = [
     "refuse_other_flavour",
     "reset_seed",
     "restore_loaders",
+    "restore_modules_and_callbacks",
     "sync_if_available",
     "weights_only_of_run",
 ]

@@ -1,26 +1,31 @@
-"""Calls of the module outside of its steps: hooks and callbacks that sample from it, or look at what it computes."""
+"""What hooks and callbacks do outside of steps: they sample from the module, or look at numbers of its parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.lightning_compat import grad_norm
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
+from lightning_autoparallel.torch_compat.scalars import numbers_read_by
 
 
 class OutsideCalls:
-    """Runs such calls with whole parameters, gathered for each, and without gradients, which no step would reduce.
+    """Runs calls of the module with whole parameters, gathered for each, and without gradients, which no step would
+    reduce; and gives numbers of whole tensors.
 
     Every rank makes the same calls. One that is alone says so, and waits; the others' next step makes it an error.
     """
@@ -37,7 +42,7 @@ class OutsideCalls:
     def installed(self) -> Iterator[None]:
         """From the Trainer's setup to its teardown."""
         self._own = {id(module) for module in self._module.modules()}
-        with intercepted_calls(self._call):
+        with intercepted_calls(self._call), numbers_read_by(self._whole), self._listed_norms():
             yield
 
     @contextlib.contextmanager
@@ -54,24 +59,37 @@ class OutsideCalls:
             return original(module, *args, **kwargs)
         if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return original(module, *args, **kwargs)
-        self._meet(type(module).__name__)
+        self._meet(f"calls {type(module).__name__} outside of a step", "its parameters lie in shards")
         with self.inside(), torch.no_grad(), self._parameters:
             return original(module, *args, **kwargs)
 
-    def _meet(self, name: str) -> None:
+    def _whole(self, tensor: DTensor) -> Tensor:
+        if not self._inside:
+            self._meet("reads a number of a parameter or gradient", "it lies in shards")
+        return tensor.full_tensor()
+
+    def _listed_norms(self) -> contextlib.AbstractContextManager[Any]:
+        """``grad_norm`` makes a tensor of a list of norms, whose numbers torch reads from memory that DTensors lack."""
+
+        def tensor(norms: list[Tensor]) -> Tensor:
+            self._meet("asks for the norms of gradients", "they lie in shards")
+            wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+            return torch.stack(wholes).cpu()
+
+        return mock.patch.dict(grad_norm.__globals__, {"torch": SimpleNamespace(**{**vars(torch), "tensor": tensor})})
+
+    def _meet(self, does: str, why: str) -> None:
         line = user_line()
 
         def late() -> None:
             warnings.warn(
-                f"autoparallel: {line} calls {name} outside of a step on rank {dist.get_rank()}, and waits for ranks "
-                "that have not made that call: its parameters lie in shards, so that every rank must (not only where "
-                "is_global_zero is True)",
+                f"autoparallel: {line} {does} on rank {dist.get_rank()}, and waits for ranks that have not come there: "
+                f"{why}, so that every rank must (not only where is_global_zero is True)",
                 stacklevel=2,
             )
 
-        if not self._control.meet(place := f"{name} outside of a step", late):
+        if not self._control.meet(place := does, late):
             self._control.gather(place)  # for the others to read
             raise CaptureError(
-                f"{line} calls {name} outside of a step, and other ranks do something else: its parameters lie in "
-                "shards, so that every rank must make the same call"
+                f"{line} {does}, and other ranks do something else: {why}, so that every rank must make the same call"
             )
