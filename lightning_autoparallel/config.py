@@ -78,6 +78,15 @@ class MeshSpec:
             )
         return MeshSpec(axes=tuple((name, world_size // known if size == -1 else size) for name, size in self.axes))
 
+    def batch_shard(self, rank: int) -> tuple[int, int]:
+        """Which batch shard process ``rank`` of a resolved mesh holds, and how many there are."""
+        index, shards, processes = 0, 1, math.prod(self.sizes)
+        for name, size in self.axes:
+            processes //= size
+            if name.startswith("dp_"):
+                index, shards = index * size + rank // processes % size, shards * size
+        return index, shards
+
     def _last_dp_axis(self) -> str:
         data_parallel = [name for name in self.names if name.startswith("dp_")]
         return data_parallel[-1] if data_parallel else self.names[0]

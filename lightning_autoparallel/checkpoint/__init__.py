@@ -8,7 +8,8 @@ from lightning_autoparallel.checkpoint.safetensors_folder import CONFIG, Safeten
 from lightning_autoparallel.checkpoint.sharded import (
     RANDOM_STATE,
     folder_of,
-    load_sharded_checkpoint,
+    load_sharded_model,
+    load_sharded_optimizers,
     model_state,
     save_folder,
 )
@@ -44,7 +45,8 @@ __all__ = [
     "full_optimizer_state",
     "load_full_model_state",
     "load_full_optimizer_state",
-    "load_sharded_checkpoint",
+    "load_sharded_model",
+    "load_sharded_optimizers",
     "load_weights",
     "model_state",
     "optimizer_state",

@@ -78,13 +78,14 @@ def save_folder(
     first_rank_runs(finish, group)
 
 
-def load_sharded_checkpoint(
-    location: Location, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+def load_sharded_model(
+    location: Location, module: nn.Module, strict: bool, weights_only: bool | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Load a folder into a module and its optimizers, on whatever mesh; the Trainer's state and the random state.
+    """Load a folder into a module, on whatever mesh; the Trainer's state and the random state.
+
+    The Trainer's state says by an empty list that the folder has optimizers' states, too.
 
     Args:
-        optimizers: those to restore; none are, where the folder holds weights only.
         weights_only: as for ``torch.load``, whose default is True: nothing is unpickled but tensors and plain values.
 
     Raises:
@@ -93,10 +94,38 @@ def load_sharded_checkpoint(
     reader, metadata, trainer_state = opened(location, weights_only)
     _check_names(location, metadata, module, strict)
     states = {MODEL: model_state(module)}
+    _fill(states, location, reader, weights_only)
+    set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
+    random_state = trainer_state.pop(RANDOM_STATE, {})
+    # of what is saved beside optimizers; a module may have none
+    optimizers: dict[str, Any] = {"optimizer_states": []} if "lr_schedulers" in trainer_state else {}
+    return {**trainer_state, **optimizers, "state_dict": states[MODEL]}, random_state
+
+
+def load_sharded_optimizers(
+    location: Location, module: nn.Module, optimizers: Sequence[Optimizer], weights_only: bool | None
+) -> None:
+    """Load what a folder has of the states of a module's optimizers.
+
+    Raises:
+        CheckpointError: it does not fit them.
+    """
+    reader, metadata, _ = opened(location, weights_only)
     saved = [index for index in range(len(optimizers)) if _has(metadata, OPTIMIZER.format(index))]
+    states = {
+        (key := OPTIMIZER.format(index)): empty_optimizer_state(module, optimizers[index], metadata, key)
+        for index in saved
+    }
+    if not states:
+        return
+    _fill(states, location, reader, weights_only)
     for index in saved:
-        key = OPTIMIZER.format(index)
-        states[key] = empty_optimizer_state(module, optimizers[index], metadata, key)
+        load_optimizer_state(module, optimizers[index], states[OPTIMIZER.format(index)])
+
+
+def _fill(
+    states: dict[str, dict[str, Any]], location: Location, reader: dcp.FileSystemReader, weights_only: bool | None
+) -> None:
     try:
         dcp.load(
             states,
@@ -106,11 +135,6 @@ def load_sharded_checkpoint(
         )
     except (dcp.api.CheckpointException, ValueError) as error:
         raise CheckpointError(f"{location} does not fit the model: {_reason(error)}") from error
-    set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
-    for index in saved:
-        load_optimizer_state(module, optimizers[index], states[OPTIMIZER.format(index)])
-    random_state = trainer_state.pop(RANDOM_STATE, {})
-    return {**trainer_state, "state_dict": states[MODEL]}, random_state
 
 
 def opened(location: Location, weights_only: bool | None) -> tuple[dcp.FileSystemReader, Metadata, dict[str, Any]]:

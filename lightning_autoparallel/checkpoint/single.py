@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,11 @@ from lightning_autoparallel.torch_compat.tree import tree_map
 
 def full_model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
     """``module.state_dict()`` with whole tensors on the CPU; every rank calls it, those without ``keep`` get {}."""
-    return _gathered(module.state_dict(), keep)
+    state = module.state_dict()
+    whole = OrderedDict(_gathered(state, keep))
+    if keep:  # with the modules' versions, which say how old files are to be read
+        whole._metadata = state._metadata  # type: ignore[attr-defined]
+    return whole
 
 
 def full_optimizer_state(optimizer: Optimizer | LightningOptimizer, keep: bool) -> dict[str, Any]:

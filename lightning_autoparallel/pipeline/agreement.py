@@ -65,6 +65,10 @@ class ControlGroup:
 
         return bool(self._compare(text, None, watch))
 
+    def meet_soon(self, text: str) -> bool | None:
+        """As ``agrees``, where some ranks may never come: None if they have not within 20 s."""
+        return self._compare(text, PATIENCE)
+
     def _compare(self, text: str, timeout: timedelta | None, watch: Callable[[Any], None] | None = None) -> bool | None:
         """Whether every rank gave the same text; None if some took longer than ``timeout``."""
         if self._alone:

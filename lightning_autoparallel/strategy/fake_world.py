@@ -78,8 +78,9 @@ class PlanningStrategy(AutoParallelStrategy):
         self._control = ControlGroup(self.timeout)
         super().setup_environment()
 
-    def _set_world_ranks(self) -> None:
-        super()._set_world_ranks()
+    def set_world_ranks(self) -> None:
+        """This process, among as many as the fake world has."""
+        super().set_world_ranks()
         self.num_nodes = self._nodes
         assert self.cluster_environment is not None
         self.cluster_environment.set_world_size(self._world_size)

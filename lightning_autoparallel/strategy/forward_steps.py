@@ -54,7 +54,6 @@ class ForwardSteps:
         """
         self._step, self._counters, self._rows = name, counters, rows
         self.calls.parameters.start()
-        self._scopes.join_rows(self._module)
         self._buffers.share()
         plugin = self._trainer.precision_plugin
         output, error = None, None

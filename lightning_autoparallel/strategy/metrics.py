@@ -1,17 +1,35 @@
-"""torchmetrics inside a step: their values are those of one device."""
+"""torchmetrics: their values are those of one device."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torchmetrics
-from torch import nn
+from torch import Tensor, nn
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
+
+
+@contextlib.contextmanager
+def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
+    """Metrics without a group of their own join the batch shards only, wherever they are updated and computed.
+
+    torchmetrics joins all processes, of which those on other axes hold the same rows, counted again for each.
+    """
+
+    def gather(result: Tensor, group: Any = None) -> list[Tensor]:
+        if group is None and mesh.data_parallel_size == 1:
+            return [result]
+        return gather_all_tensors(result, group or mesh.submesh(mesh.data_parallel_axes).get_group())
+
+    with mock.patch.object(torchmetrics.metric, "gather_all_tensors", gather):
+        yield
 
 
 class MetricScopes:
@@ -45,7 +63,6 @@ class MetricScopes:
                 if covers_all or self._mesh.data_parallel_size == 1:
                     self._join_nothing(member)
                 else:
-                    self._join_over_rows(member)
                     # forward returns the value of the whole batch, not of this rank's rows
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", True))
             yield
@@ -76,7 +93,6 @@ class MetricScopes:
     @contextlib.contextmanager
     def updating_with_common(self, metric: nn.Module) -> Iterator[None]:
         """Around an update or forward of ``metric`` with rows that every rank holds: one rank counts them."""
-        self.join_rows(metric)
         with contextlib.ExitStack() as stack:
             if not self.counts_common:
                 stack.enter_context(state_kept(metric))
@@ -84,17 +100,6 @@ class MetricScopes:
                 if isinstance(member, torchmetrics.Metric):  # forward's value is of these rows: no rank has others
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", False))
             yield
-
-    def join_rows(self, module: nn.Module) -> None:
-        """Metrics of steps that run as they are written: what they join is the rows of different ranks."""
-        for member in module.modules():
-            if isinstance(member, torchmetrics.Metric):
-                self._join_over_rows(member)
-
-    def _join_over_rows(self, metric: torchmetrics.Metric) -> None:
-        mesh = self._mesh
-        if metric.process_group is None and mesh.data_parallel_size < mesh.device_mesh.size():
-            metric.process_group = mesh.submesh(mesh.data_parallel_axes).get_group()
 
 
 def outermost_metrics(module: nn.Module) -> list[nn.Module]:

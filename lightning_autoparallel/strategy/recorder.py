@@ -21,6 +21,7 @@ from lightning_autoparallel.strategy.counted_once import counted_log, weigh_rows
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL, LoggedAs, note_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
+from lightning_autoparallel.strategy.numbers import LoggedNumber, LoggedNumbers
 from lightning_autoparallel.strategy.questions import rank_patches
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
@@ -87,10 +88,12 @@ class LightningEffects:
         whole_batch: bool = True,
         strict_effects: bool = True,
         logged_as: LoggedAs | None = None,
+        numbers: LoggedNumbers | None = None,
     ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
         self._whole_batch, self._strict = whole_batch, strict_effects
         self._logged_as: LoggedAs = {} if logged_as is None else logged_as
+        self._numbers = numbers
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
         self._metric_values = 0
@@ -107,6 +110,8 @@ class LightningEffects:
     def recording(self) -> Iterator[None]:
         """Recorders in the place of Lightning's and torchmetrics' methods; forgets an earlier run."""
         self._calls, self._tensors, self._metric_values = [], [], 0
+        if self._numbers is not None:
+            self._numbers.forget()
         with contextlib.ExitStack() as stack:
             for patch in (
                 *self._log_patches(),
@@ -130,12 +135,15 @@ class LightningEffects:
         if self._whole_batch and rows.some_common:
             weigh_rows(self._module.trainer, 1 if rows.common else self._scopes.shards)
         results: dict[int, Any] = {}
+        numbers = [] if self._numbers is None else self._numbers.joined(lambda leaf: made_again(leaf, counters))
 
         def resolve(leaf: Any) -> Any:
             if isinstance(leaf, _TensorSlot):
                 return values[leaf.index]
             if isinstance(leaf, _MetricValue):
                 return results[object.__getattribute__(leaf, "index")]
+            if type(leaf) is LoggedNumber:
+                return numbers[leaf.index]
             return made_again(leaf, counters)
 
         for call in self._calls:
@@ -201,16 +209,20 @@ class LightningEffects:
 
         def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             note_logged(self._logged_as, real_log, (name,), (module, name, value, *args), kwargs)
+            if self._numbers is not None:
+                value = self._numbers.noted(value, real_log, (module, name, value, *args), kwargs)
             kwargs.update(already_global)
             self._record(real_log, (module, name, value, *args), kwargs)
 
         def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
             names = dictionary if isinstance(dictionary, Mapping) else ()  # a metric's value has them at real steps
             note_logged(self._logged_as, real_log_dict, names, (module, dictionary, *args), kwargs)
-            kwargs.update(already_global)
             values = (
                 dict(dictionary) if isinstance(dictionary, Mapping) and type(dictionary) is not dict else dictionary
             )
+            if self._numbers is not None:
+                values = self._numbers.noted(values, real_log_dict, (module, dictionary, *args), kwargs)
+            kwargs.update(already_global)
             self._record(real_log_dict, (module, values, *args), kwargs)
 
         return [

@@ -23,7 +23,8 @@ from lightning_autoparallel.checkpoint import (
     full_optimizer_state,
     load_full_model_state,
     load_full_optimizer_state,
-    load_sharded_checkpoint,
+    load_sharded_model,
+    load_sharded_optimizers,
     model_state,
     optimizer_state,
     save_folder,
@@ -31,7 +32,13 @@ from lightning_autoparallel.checkpoint import (
 )
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import CheckpointError, ConfigError
-from lightning_autoparallel.lightning_compat import rank_zero_info, rank_zero_warn, weights_only_of_run
+from lightning_autoparallel.lightning_compat import (
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+    restore_modules_and_callbacks,
+    weights_only_of_run,
+)
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.strategy.world import WorldStrategy
 
@@ -39,7 +46,7 @@ AsFolder = bool | Literal["auto"]
 
 
 class SavingStrategy(WorldStrategy):
-    """Saves what the engine's module and the optimizers hold; ``_loaded_file`` says what was loaded last."""
+    """Saves what the engine's module and the optimizers hold; ``_folder`` is what was loaded last, if it was one."""
 
     def __init__(
         self,
@@ -57,25 +64,33 @@ class SavingStrategy(WorldStrategy):
             )
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._engine: StepEngine | None = None
-        self._loaded_file = self._failed = False
+        self._failed = self._restored = False
+        self._folder: Location | None = None
+        self._weights_only: bool | None = None
         self._writer = BackgroundWriter(timeout) if async_save else None
         self._as_folder: bool | None = None  # what the last checkpoint was
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Shards are loaded into shards."""
-        return True
+        """Shards are loaded into shards; at the end of ``setup``, after which Lightning need not."""
+        return not self._restored
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """``load_checkpoint`` restores optimizers from a folder; a file goes Lightning's way."""
-        return self._loaded_file
+    def setup_environment(self) -> None:
+        """Start the processes; nothing is restored yet."""
+        self._restored = False
+        super().setup_environment()
+
+    def restore(self, trainer: Trainer) -> None:
+        """Load what is to be resumed: as on one device, ``on_fit_start`` finds weights and callbacks as they were."""
+        restore_modules_and_callbacks(trainer)
+        self._restored = True
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards of the model, or for a single file the whole model on rank 0."""
         assert self.lightning_module is not None
+        self._come_together(self.lightning_module.trainer)
         if self._choose_kind():
             return model_state(self.lightning_module)
         return full_model_state(self.lightning_module, keep=self.is_global_zero)
@@ -86,6 +101,28 @@ class SavingStrategy(WorldStrategy):
         if self._choose_kind() if self._as_folder is None else self._as_folder:
             return optimizer_state(self.lightning_module, optimizer)
         return full_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    def _come_together(self, trainer: Trainer) -> None:
+        """Make sure that all ranks save: what is gathered from ranks that do something else would be anything.
+
+        Raises:
+            CheckpointError: some do not, such as those without the error for which a callback saves.
+        """
+        if self._control is None:
+            return
+        place = "saves a checkpoint"
+        try:
+            together = self._control.meet_soon(place) if trainer.interrupted else self._control.agrees(place)
+        except RuntimeError as error:  # the others have ended
+            raise CheckpointError("no checkpoint is saved: the other ranks have stopped") from error
+        if together:
+            return
+        if together is not None:
+            self._control.gather(place)  # for the others to read
+        raise CheckpointError(
+            f"no checkpoint is saved: rank {self.global_rank} saves, and other ranks do something else: parameters "
+            "lie in shards, so that every rank must save (not only where is_global_zero is True, or one has an error)"
+        )
 
     def _choose_kind(self) -> bool:
         """Whether the next checkpoint is a folder; the same on all ranks, which have the same tensors."""
@@ -169,7 +206,7 @@ class SavingStrategy(WorldStrategy):
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of shards into the sharded model and its optimizers, or read a single file for Lightning."""
+        """Load a folder of shards into the sharded model, or read a single file for Lightning."""
         assert self.lightning_module is not None
         self.wait_for_checkpoint()
         weights_only = weights_only_of_run() if weights_only is None else weights_only
@@ -177,29 +214,28 @@ class SavingStrategy(WorldStrategy):
         location = None if path.startswith("http") else Location(path)
         if location is not None:
             first_rank_runs(location.put_back)
-        self._loaded_file = location is None or not location.is_folder()
-        if location is None or self._loaded_file:
+        self._folder = location if location is not None and location.is_folder() else None
+        self._weights_only = weights_only
+        if self._folder is None:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             random_state = checkpoint.pop(RANDOM_STATE, {})
         else:
-            checkpoint, random_state = load_sharded_checkpoint(
-                location,
-                self.lightning_module,
-                self.optimizers,
-                strict=self.lightning_module.strict_loading,
-                weights_only=weights_only,
-            )
+            module = self.lightning_module
+            checkpoint, random_state = load_sharded_model(self._folder, module, module.strict_loading, weights_only)
         if self._engine is not None:
             self._engine.random_state = random_state
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Cut the model of a single file into shards; ``load_checkpoint`` has loaded that of a folder."""
-        if self._loaded_file:
+        if self._folder is None:
             assert self.lightning_module is not None
             load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Cut the optimizers' states of a single file into shards."""
+        """Cut the optimizers' states of a single file into shards, or load those of a folder."""
+        if self._folder is not None:
+            assert self.lightning_module is not None
+            return load_sharded_optimizers(self._folder, self.lightning_module, self.optimizers, self._weights_only)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_full_optimizer_state(optimizer, state)

@@ -23,6 +23,7 @@ from lightning_autoparallel.strategy.launch import place_of
 from lightning_autoparallel.strategy.launches import LaunchCounter
 from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes
+from lightning_autoparallel.strategy.numbers import LoggedNumbers
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
 from lightning_autoparallel.torch_compat.tree import tree_flatten
@@ -197,7 +198,12 @@ class LightningSteps:
             name=name if not dataloader_index else f"{name}.{dataloader_index}",
             run=run,
             effects=lambda watcher: LightningEffects(
-                self._module, watcher, self._notice, self._scopes, logged_as=self._logged_as
+                self._module,
+                watcher,
+                self._notice,
+                self._scopes,
+                logged_as=self._logged_as,
+                numbers=LoggedNumbers(self._engine.context.mesh, self._engine.context.control),
             ),
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,

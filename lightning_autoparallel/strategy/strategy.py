@@ -40,11 +40,13 @@ from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, su
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer
+from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
+from lightning_autoparallel.strategy.tools import check_tools, count_every_row_once
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 
 
@@ -194,6 +196,8 @@ class AutoParallelStrategy(SavingStrategy):
         """Start the process group and build the mesh."""
         if self.config.compile:
             check_compiler(self.root_device.type)
+        if self.lightning_module is not None:
+            check_tools(self.lightning_module.trainer)
         super().setup_environment()
         plan_axes(self.config.plan, self.mesh)
 
@@ -210,12 +214,15 @@ class AutoParallelStrategy(SavingStrategy):
         self._steps = LightningSteps(module, trainer, engine, self.capture)
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
+        self._while_set_up.enter_context(joined_over_rows(self.mesh))
+        count_every_row_once(trainer, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._prepare_training_step(trainer, self._steps)
+        self.restore(trainer)
 
     def _engine_for(self, module: LightningModule) -> StepEngine:
         precision = self.precision_plugin

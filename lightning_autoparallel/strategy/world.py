@@ -84,12 +84,16 @@ class WorldStrategy(ParallelStrategy):
     @property
     def data_parallel_size(self) -> int:
         """Ranks that see different rows."""
-        return self.mesh.data_parallel_size
+        return self._batch_shard()[1]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Rows are shared out over the batch axes only."""
-        return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_parallel_rank}
+        """Rows are shared out over the batch axes only; known before the processes have met, for who counts batches."""
+        index, shards = self._batch_shard()
+        return {"num_replicas": shards, "rank": index}
+
+    def _batch_shard(self) -> tuple[int, int]:
+        return self.spec.resolve(self.world_size).batch_shard(self.global_rank)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class WorldStrategy(ParallelStrategy):
         """Start the process group and build the mesh, once."""
         super().setup_environment()
         reset_seed()
-        self._set_world_ranks()
+        self.set_world_ranks()
         if self._mesh is None:
             self._start_process_group()
             self._mesh = build_mesh(self.spec, self.root_device.type)
@@ -122,7 +126,8 @@ class WorldStrategy(ParallelStrategy):
         # Lightning leaves gloo groups to the interpreter's exit, where their threads may abort the process.
         atexit.register(_destroy_process_groups)
 
-    def _set_world_ranks(self) -> None:
+    def set_world_ranks(self) -> None:
+        """Say which process this is, as soon as there is a Trainer: before ``fit`` some things are for one only."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -189,11 +194,15 @@ class WorldStrategy(ParallelStrategy):
         """A tensor reduced over ``group``, the data-parallel ranks unless given; anything else as it is."""
         if not isinstance(tensor, Tensor) or group is ALREADY_GLOBAL:
             return tensor
-        if group is None and self._mesh is not None:
-            if self._mesh.data_parallel_size == 1:
-                return tensor
-            group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()
-        return sync_if_available(tensor, group, reduce_op=reduce_op)
+        if group is not None or self._mesh is None:
+            return sync_if_available(tensor, group, reduce_op=reduce_op)
+        rows = self._mesh.data_parallel_axes
+        for axes in (rows, tuple(axis for axis in self._mesh.spec.names if axis not in rows)):
+            if self._mesh.active(axes):
+                # ranks with the same rows may have other numbers, of a clock or of the rank: all shall have one
+                how = "mean" if axes != rows and reduce_op in ("sum", dist.ReduceOp.SUM) else reduce_op
+                tensor = sync_if_available(tensor, self._mesh.submesh(axes).get_group(), reduce_op=how)
+        return tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensors of ``group``, the data-parallel ranks unless given, stacked by rank."""

@@ -1,0 +1,42 @@
+"""Lightning's own callbacks and loggers that must be told of a mesh, or cannot work on one."""
+
+from __future__ import annotations
+
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import ModelPruning, TensorBoardLogger, ThroughputMonitor, Trainer
+from lightning_autoparallel.mesh import ParallelMesh
+
+
+def check_tools(trainer: Trainer) -> None:
+    """Refuse what a Trainer's callbacks and loggers would do to parameters that lie in shards.
+
+    Raises:
+        ConfigError: one of them replaces parameters, or traces the module on one rank alone.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ConfigError(
+                f"{type(callback).__name__} replaces parameters by others and by masks, which a sharded model cannot "
+                "have: train without it, and prune the module after fit, when its parameters are whole"
+            )
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+            raise ConfigError(
+                "TensorBoardLogger(log_graph=True) traces the module on rank 0 alone, which has but its shards: leave "
+                "log_graph out, or call logger.log_graph(module) after fit"
+            )
+
+
+def count_every_row_once(trainer: Trainer, mesh: ParallelMesh) -> None:
+    """ThroughputMonitor multiplies one rank's rows by all ranks; those that are on other axes have the same rows.
+
+    The devices that share rows do one batch's FLOPs together, so that each does its part of what is available.
+    """
+    alike = mesh.device_mesh.size() // mesh.data_parallel_size
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, ThroughputMonitor) or alike == 1:
+            continue
+        for throughput in callback._throughputs.values():
+            throughput.world_size = mesh.data_parallel_size
+            if callback.available_flops is not None:
+                throughput.available_flops = callback.available_flops * alike
