@@ -195,6 +195,19 @@ class RankNumbers(Measured):
         self.log("hook_max", self.number, sync_dist=True, reduce_fx="max")
 
 
+class RankTensors(RankNumbers):
+    """Made of a rank's number: the step then runs its own Python."""
+
+    def setup(self, stage):
+        self.number = float(self.trainer.global_rank)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("made", torch.tensor(self.number), sync_dist=True)
+
+    def on_train_epoch_end(self):
+        pass
+
+
 class RankNumbersTp(RankNumbers):
     strategy: ClassVar = TP
 
@@ -220,3 +233,9 @@ def test_numbers_of_ranks_are_reduced_as_ddp_reduces_them(kind: type[Measured], 
     for outcome in worlds(size).run(train, kind, MESHES[mesh], size):
         seen = {name: outcome.metrics[name] for name in expected}
         torch.testing.assert_close(seen, {name: float(value) for name, value in expected.items()})
+
+
+@pytest.mark.matrix
+def test_tensors_of_ranks_are_reduced_as_ddp_reduces_them(worlds: Worlds) -> None:
+    for outcome in worlds(2).run(train, RankTensors, MESHES["2"]):
+        assert outcome.metrics["made"] == 0.5

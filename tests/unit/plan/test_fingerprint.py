@@ -34,6 +34,12 @@ def test_the_first_differing_node_is_named(fake_mesh):
     assert node.startswith("relu")
 
 
+def test_values_that_python_made_are_compared(fake_mesh):
+    mesh = fake_mesh(dp_shard=2)
+    mine, theirs = (lines(lambda **_: mesh, lambda x, n=n: (x * torch.tensor(n)).sum()) for n in (1.0, 2.0))
+    assert first_difference(mine, [mine, theirs]) == (1, "constant_0")
+
+
 def test_placements_are_compared_too(fake_mesh):
     """The same graph with another plan is another program."""
     mine = ["a (x.py:1)\ta = op R", "b (x.py:2)\tb = op R"]
