@@ -19,8 +19,9 @@ class CollectiveMonitor(Callback):
     """Logs ``autoparallel/launches/<axes>`` and ``autoparallel/launches/total``: measured launches of a training step.
 
     Beside them it logs ``autoparallel/predicted_launches/...``: those in the final graphs of the captured variant that
-    ran. After the first epoch of a fit, rank 0 prints both, step by step. A difference between the two is warned about
-    as soon as it is seen, once for every group.
+    ran. Axes that are joined are ``dp_replicate-dp_shard`` there: some loggers refuse commas. After the first epoch of
+    a fit, rank 0 prints both, step by step. A difference between the two is warned about as soon as it is seen, once
+    for every group.
 
     Args:
         history: how many steps ``launches`` remembers.
@@ -65,7 +66,8 @@ class CollectiveMonitor(Callback):
         for kind, counts in (("launches", measured), ("predicted_launches", predicted)):
             metrics = {axes: counts.get(axes, 0) for axes in self._axes} | {"total": sum(counts.values())}
             for name, count in metrics.items():
-                pl_module.log(f"autoparallel/{kind}/{name}", float(count), on_step=True, on_epoch=False, batch_size=1)
+                key = f"autoparallel/{kind}/{name.replace(',', '-')}"
+                pl_module.log(key, float(count), on_step=True, on_epoch=False, batch_size=1)
         self._check(self._steps.add(predicted, measured))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
