@@ -409,6 +409,11 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         return self.layouts[name] if isinstance(parameter, DTensor) else None
 
+    def _other_kind(self, name: str, layout: BatchLayout) -> str:
+        if any(key[:2] == (name, layout) and variants for key, variants in self._variants.items()):
+            return "other modes of modules, or other frozen parameters"
+        return f"a batch of another kind ({layout})"
+
     def _say_capture(self, call: StepCall, layout: BatchLayout, known: list[Variant]) -> bool:
         """Say that a step is captured again, and why; whether that counts. Refuse after ``max_captures`` of it."""
         differences = [found for variant in reversed(known) for found in variant.state.differences()]
@@ -425,7 +430,7 @@ class StepEngine:
         count, limit = self._captures.get(call.name, 0) + 1, self.context.config.max_captures
         if count <= limit:
             if count > 1:
-                reason = "another branch" if known else f"a batch of another kind ({layout})"
+                reason = "another branch" if known else self._other_kind(call.name, layout)
                 guarded = [found for found in differences if found.place is None or found.place.identity not in fed]
                 reason = f"{reason}: {guarded[0]}" if guarded else reason
                 self.context.warn(f"{call.name} is captured again for {reason}: capture {count} of at most {limit}")

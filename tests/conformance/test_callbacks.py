@@ -213,6 +213,8 @@ def test_callbacks_do_what_they_do_on_one_device(kind: type[Watched], mesh: str,
     assert_equals_one_device(outcomes, expected)
     for outcome in outcomes:
         torch.testing.assert_close(outcome.extra, expected.extra)
+    if kind is Finetunes:
+        assert outcomes[0].said("training_step is captured again for other modes of modules, or other frozen") == 1
 
 
 @pytest.mark.parametrize("mesh", tiered(["1", "2", "2x2"], "2".__eq__))
