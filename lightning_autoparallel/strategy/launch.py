@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from lightning_autoparallel.config import MeshSpec
@@ -51,20 +50,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Whether an optimizer can work on shards.
 
     Raises:
-        ConfigError: it puts all parameters end to end, and they are shared out.
+        ConfigError: it shares out its state by itself.
     """
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and not _is_whole(parameter):
-            raise ConfigError(
-                "LBFGS puts all parameters end to end, which shards cannot be: give the strategy plan='ddp', whose "
-                "parameters are whole on every rank, or take another optimizer"
-            )
-
-
-def _is_whole(parameter: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in parameter.placements)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ConfigError(
+            "ZeroRedundancyOptimizer shares out its state among ranks, which the strategy does by itself: return the "
+            "optimizer of the class that it is given"
+        )
 
 
 def place_of(step: Callable[..., Any]) -> str:

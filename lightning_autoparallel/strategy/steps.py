@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.config import CaptureSpec
@@ -17,6 +18,7 @@ from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFa
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is_param_in_hook_signature, rank_zero_warn
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
+from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
 from lightning_autoparallel.strategy.last_rows import RowDim, RowsOfBatch, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
@@ -126,6 +128,13 @@ class LightningSteps:
                 return closure()
 
         return run
+
+    def told_loss(self, optimizer: Optimizer, loss: Any) -> Any:
+        """What an optimizer is told of its closure; one that decides by it decides alike on all ranks."""
+        is_own = self.mode("training_step") == "forward" and isinstance(loss, Tensor)  # of this rank's rows
+        if not is_own or not isinstance(optimizer, LBFGS):
+            return loss
+        return mean_over_shards(loss, self._engine.context.mesh)
 
     def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:
         counters = self._counters(args)

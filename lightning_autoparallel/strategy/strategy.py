@@ -34,6 +34,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
+from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
@@ -341,13 +342,15 @@ class AutoParallelStrategy(SavingStrategy):
     ) -> Any:
         """Step the optimizer on the shards; its closure may run a step of the module."""
         assert self._steps is not None
-        resumed = self._steps.closing(closure)
+        steps, updates = self._steps, ShardedUpdates()
+        resumed = steps.closing(closure)
 
         def run() -> Any:
-            loss = resumed()
-            return None if self._skips else loss
+            with updates.left():
+                loss = resumed()
+            return None if self._skips else steps.told_loss(optimizer, loss)
 
-        with self._steps.optimizing():
+        with steps.optimizing(), updates:
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def teardown(self) -> None:

@@ -267,7 +267,6 @@ class Lbfgs(Case):
     steps = 2
     keeps = ("calls",)
     tolerance = 1e-4
-    refusal = "LBFGS|shard"
 
     def __init__(self):
         super().__init__()
