@@ -18,9 +18,11 @@ from lightning_autoparallel.lightning_compat import (
     DoublePrecision,
     GradClipAlgorithmType,
     HalfPrecision,
+    LightningModule,
     MixedPrecision,
     Precision,
 )
+from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
@@ -31,6 +33,16 @@ class ShardedPrecision(Precision):
     """Clips gradients of which each rank holds a part; ``ranks`` joins all ranks that train, set by the strategy."""
 
     ranks: DeviceMesh | None = None
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        """Hooks may look at gradients, and change them, as on one device."""
+        with ShardedUpdates():
+            super()._after_closure(model, optimizer)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """The same of what follows a backward."""
+        with ShardedUpdates():
+            return super().post_backward(tensor, module)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their 2-norm over all parameters is at most ``clip_val``; one all-reduce."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.overrides import TorchFunctionMode
+from torch.optim import Optimizer
 
 from lightning_autoparallel.apply.params import from_first_rank
 from lightning_autoparallel.pipeline.owed_gradients import cut_like
@@ -47,20 +47,19 @@ _LISTS = ("_foreach_", "_fused_")
 _SHOWN = "_autoparallel_shown"  # on a tensor that shows part of a gathered one: that, and whose it is
 
 
+# Torch's own rules do for all that these call, and cost a fifth of the time.
+_BY_TORCH = {getattr(torch.optim, name) for name in ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam")}
+_BY_TORCH_UNFUSED = {torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD}
+
+
+def needs_no_help(optimizer: Optimizer) -> bool:
+    """Whether an optimizer works on shards as it is: element by element, by operators for which torch has rules."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) in _BY_TORCH or (type(optimizer) in _BY_TORCH_UNFUSED and not is_fused)
+
+
 class ShardedUpdates(TorchDispatchMode):
     """A dispatch mode, open while an optimizer steps; every rank makes the same calls, on a mesh that all share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._data = _AssignsData()
-
-    def __enter__(self) -> ShardedUpdates:
-        self._data.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._data.__exit__(*error)
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
@@ -79,24 +78,12 @@ class ShardedUpdates(TorchDispatchMode):
         if not sharded:
             return func(*args, **kwargs)
         result = _dispatched(func, args, kwargs, sharded)
-        for tensor in written(func, args, kwargs):
+        changed = written(func, args, kwargs)
+        for tensor in changed:
             _write_through(tensor)
-        return result
-
-
-class _AssignsData(TorchFunctionMode):
-    """``parameter.data = tensor`` changes the shard: of a DTensor it would change what autograd sees."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func == _SET_DATA and isinstance(args[0], DTensor):
-            with torch.no_grad():
-                return args[0].detach().copy_(args[1])
-        return func(*args, **(kwargs or {}))
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+        is_new = not changed and not shows_argument(func)
+        computes_number = is_new and (_is_reduction(func) or any(tensor.dim() for tensor in sharded))
+        return tree_map(_plain_number, result) if computes_number else result
 
 
 @torch.no_grad()
@@ -246,6 +233,12 @@ def _may_be_empty(tensor: DTensor) -> bool:
             dim = placement.dim  # type: ignore[attr-defined]
             cuts[dim] = cuts.get(dim, 1) * mesh.size(axis)
     return any(-(-tensor.shape[dim] // ranks) * (ranks - 1) >= tensor.shape[dim] for dim, ranks in cuts.items())
+
+
+def _plain_number(leaf: Any) -> Any:
+    """One number, which all ranks have, is no DTensor: not everything that takes numbers takes those."""
+    is_number = isinstance(leaf, DTensor) and not leaf.dim() and _is_whole(leaf)
+    return leaf.to_local() if is_number else leaf
 
 
 def _all_reduced(leaf: Any) -> Any:

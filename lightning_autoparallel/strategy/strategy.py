@@ -34,7 +34,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
-from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
+from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
@@ -49,6 +49,7 @@ from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.tools import check_tools, count_every_row_once
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
+from lightning_autoparallel.torch_compat.assignments import assigned_in_shards
 
 
 class AutoParallelStrategy(SavingStrategy):
@@ -217,6 +218,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._while_set_up.enter_context(self._outside.installed())
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
         count_every_row_once(trainer, self.mesh)
+        self._while_set_up.enter_context(assigned_in_shards())
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
@@ -342,15 +344,15 @@ class AutoParallelStrategy(SavingStrategy):
     ) -> Any:
         """Step the optimizer on the shards; its closure may run a step of the module."""
         assert self._steps is not None
-        steps, updates = self._steps, ShardedUpdates()
+        steps, updates = self._steps, None if needs_no_help(optimizer) else ShardedUpdates()
         resumed = steps.closing(closure)
 
         def run() -> Any:
-            with updates.left():
+            with updates.left() if updates else contextlib.nullcontext():
                 loss = resumed()
             return None if self._skips else steps.told_loss(optimizer, loss)
 
-        with steps.optimizing(), updates:
+        with steps.optimizing(), updates or contextlib.nullcontext():
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def teardown(self) -> None:

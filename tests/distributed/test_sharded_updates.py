@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
+from lightning_autoparallel.torch_compat.assignments import assigned_in_shards
 from lightning_autoparallel.torch_compat.sharding import StridedShard
 from tests.worlds import Worlds
 
@@ -100,7 +101,7 @@ def updated(layout: str) -> dict[str, Any]:
         torch.manual_seed(torch.distributed.get_rank())
         p, g = (distribute_tensor(tensor, mesh, placements) for tensor in _start(layout))
         p = nn.Parameter(p)
-        with ShardedUpdates():
+        with assigned_in_shards(), ShardedUpdates():
             result = update(p, g)
         assert p.placements == placements
         found[name] = [_whole(p.detach()), _whole(g), _whole(result)]

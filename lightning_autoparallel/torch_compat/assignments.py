@@ -1,0 +1,60 @@
+"""``parameter.data = tensor`` and ``parameter.grad = tensor`` where the parameter is a DTensor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+_DATA: Any = Tensor.data
+_GRADIENT: Any = Tensor.grad
+
+
+@contextlib.contextmanager
+def assigned_in_shards() -> Iterator[None]:
+    """While open, the first changes the shard, and a whole gradient is cut as its parameter is.
+
+    Torch would change the shape and dtype that autograd sees, and leave the shard as it is: the assignment is lost.
+    Whole gradients it takes, and fails where they meet shards.
+    """
+    data, gradient = property(_get(_DATA), _set_data), property(_get(_GRADIENT), _set_gradient, _delete_gradient)
+    with (
+        mock.patch.object(DTensor, "data", data, create=True),
+        mock.patch.object(DTensor, "grad", gradient, create=True),
+    ):
+        yield
+
+
+def _get(descriptor: Any) -> Callable[[DTensor], Any]:
+    return lambda tensor: descriptor.__get__(tensor)
+
+
+def _set_data(tensor: DTensor, value: Tensor) -> None:
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise RuntimeError(
+            f"a parameter that lies in shards has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and .data = "
+            f"tensor of shape {tuple(value.shape)} and dtype {value.dtype} would change that: do so before training"
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(_cut(value, tensor))
+
+
+def _set_gradient(tensor: DTensor, value: Tensor | None) -> None:
+    is_whole = isinstance(value, Tensor) and value.shape == tensor.shape
+    _GRADIENT.__set__(tensor, _cut(value, tensor) if is_whole else value)
+
+
+def _delete_gradient(tensor: DTensor) -> None:
+    _GRADIENT.__delete__(tensor)
+
+
+def _cut(value: Any, like: DTensor) -> Tensor:
+    if isinstance(value, DTensor):
+        return value
+    whole = value.detach().to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
