@@ -352,6 +352,7 @@ class EngineConfig:
     disabled_passes: tuple[str, ...] = ()
     bucket_mb: float | None = None
     decompose_matmuls: DecomposeSpec = DecomposeSpec()
+    reduce_every_micro_batch: bool | str = "auto"
     hardware: str | Mapping[str, Any] | None = None
     ranks_per_node: int | None = None
 
@@ -362,6 +363,11 @@ class EngineConfig:
             raise ConfigError(
                 f"bucket_mb={self.bucket_mb}: give a positive number of megabytes, or null for the size that fills the "
                 'link; disabled_passes: ["bucket_collectives"] merges nothing'
+            )
+        if self.reduce_every_micro_batch not in (True, False, "auto"):
+            raise ConfigError(
+                f"reduce_every_micro_batch={self.reduce_every_micro_batch!r}: write true, false, or 'auto', which "
+                "reduces once per optimizer step where that costs no memory"
             )
         ranks = self.ranks_per_node
         if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):

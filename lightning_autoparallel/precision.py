@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class ShardedPrecision(Precision):
     """Clips gradients of which each rank holds a part; ``ranks`` joins all ranks that train, set by the strategy."""
 
     ranks: DeviceMesh | None = None
+    reduce_gradients: Callable[[], None] = staticmethod(lambda: None)  # what micro-batches have left to do
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """Hooks may look at gradients, and change them, as on one device."""
@@ -41,6 +42,7 @@ class ShardedPrecision(Precision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The same of what follows a backward."""
+        self.reduce_gradients()
         with ShardedUpdates():
             return super().post_backward(tensor, module)
 

@@ -21,10 +21,12 @@ from lightning_autoparallel.apply.params import (
     shard_module,
     share_buffers,
 )
+from lightning_autoparallel.apply.unreduced import UnreducedLayout
 
 __all__ = [
     "ParameterLayout",
     "Replacements",
+    "UnreducedLayout",
     "attached_kept",
     "check_initialised",
     "copies_of",

@@ -45,9 +45,9 @@ class ParameterLayout:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's shard."""
-        return tuple(end - start for start, end in self._bounds())
+        return tuple(end - start for start, end in self.bounds())
 
-    def _bounds(self) -> list[tuple[int, int]]:
+    def bounds(self) -> list[tuple[int, int]]:
         """First and last (exclusive) index of this rank in every dim."""
         cuts = explicit(self.placements, self.axes)
         bounds = []
@@ -63,7 +63,7 @@ class ParameterLayout:
     def shard_of(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor, in memory of its own where it is a part."""
         local = full.detach()
-        for dim, (start, end) in enumerate(self._bounds()):
+        for dim, (start, end) in enumerate(self.bounds()):
             local = local.narrow(dim, start, end - start)
         return local.clone(memory_format=torch.contiguous_format) if local.shape != full.shape else local
 

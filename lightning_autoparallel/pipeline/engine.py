@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autoparallel.apply import (
     ParameterLayout,
     Replacements,
+    UnreducedLayout,
     attached_kept,
     check_initialised,
     copies_of,
@@ -62,6 +63,7 @@ from lightning_autoparallel.pipeline.agreement import (
     digest,
 )
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
+from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
 from lightning_autoparallel.pipeline.local_calls import (
     call_state,
     named_state,
@@ -94,6 +96,7 @@ class StepEngine:
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
     replacements: Replacements = field(default_factory=Replacements)
+    deferred: DeferredGradients = field(init=False)
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
     backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
@@ -103,6 +106,9 @@ class StepEngine:
     _checked: Any = None  # what the module was made of when its parameters were looked at
     _structures: dict[str, Structures] = field(default_factory=dict)  # of module calls, by path
     _numbers: dict[str, frozenset[Any]] = field(default_factory=dict)  # places whose numbers steps are fed
+
+    def __post_init__(self) -> None:
+        self.deferred = DeferredGradients(self.module, self.context, self.device, self.reports)
 
     @property
     def random_state(self) -> dict[str, int]:
@@ -134,6 +140,7 @@ class StepEngine:
             materialise_module(self.module, self.layouts, self.device, given)
             shard_module(self.module, self.layouts, self.device, self.replacements)
             self.module.to(self.device)  # other tensors than parameters, and what modules do besides
+        self.deferred.place(self.layouts)
         self._hooks += take_whole_tensors(self.module)
         share_buffers(self.module)
 
@@ -151,6 +158,7 @@ class StepEngine:
         for hook in self._hooks:
             hook.remove()
         self._copies, self._hooks, self._checked = [], [], None
+        self.deferred.forget()
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
@@ -165,7 +173,7 @@ class StepEngine:
             ConfigError: this rank has no such step, and others are about to run one.
         """
         layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
-        known = self._variants.get((call.name, layout, state), [])
+        known = self._variants.get((call.name, layout, state, frozenset(self._waiting(call))), [])
         index = next((i for i, variant in enumerate(known) if variant.holds(static_leaves(leaves))), None)
         if index is None:
             self._check_agreement(call, layout, [], -1, state)
@@ -229,7 +237,7 @@ class StepEngine:
         counters: Mapping[str, int],
     ) -> Variant:
         state = self._call_state(call) if call.local else self._module_state()
-        key = (call.name, layout, state)
+        key = (call.name, layout, state, frozenset(self._waiting(call)))
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
@@ -238,6 +246,10 @@ class StepEngine:
             self._check_shared_rows(call, layout, leaves)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
+
+    def _waiting(self, call: StepCall) -> dict[str, UnreducedLayout]:
+        """Parameters whose gradients the call leaves unreduced."""
+        return self.deferred.waiting() if call.training else {}
 
     def forget(self, name: str) -> None:
         """Let go of all that was captured of a step, by whatever dataloader."""
@@ -359,18 +371,18 @@ class StepEngine:
             edges=self._edges(),
         )
         try:
-            step = build_step(request, self.context)
+            step = build_step(request, self.context, waiting := self._waiting(call))
         except AutoParallelError:
             raise
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
+        if self.deferred.active and call.training:
+            step = replace(step, report=replace(step.report, notes=(*step.report.notes, self.deferred.note())))
         self.reports[call.name] = step.report
         others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
-        names = list(request.parameters)
-        return Variant(
-            step=step, state=state, effects=effects, layouts=(*(self._layout_of(name) for name in names), *others)
-        )
+        lies = [waiting.get(name) or self._layout_of(name) for name in request.parameters]
+        return Variant(step=step, state=state, effects=effects, layouts=(*lies, *others))
 
     def _check_batch(
         self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]

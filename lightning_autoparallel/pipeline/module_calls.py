@@ -65,7 +65,8 @@ class ModuleCalls:
         self._never: set[str] = set()  # those that call none either
         self._said: set[str] = set()
         self._inside = False
-        self.parameters = WholeParameters(engine.module, engine.context.mesh, engine.context.control)
+        context = engine.context
+        self.parameters = WholeParameters(engine.module, context.mesh, context.control, engine.deferred.addend)
         engine.backwards = self.parameters.backwards
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ Not before, as ranks may use other parameters, or in another order, and would wa
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.torch_compat.autograd import final
 from lightning_autoparallel.torch_compat.interception import without_function_modes
+
+Addend = Callable[[Tensor, DTensor], DTensor]  # a parameter and its reduced gradient -> as it is accumulated
 
 _AGAIN = (
     "the gradient of a parameter is differentiated again (create_graph=True): in forward mode only gradients of inputs "
@@ -28,9 +31,14 @@ _AGAIN = (
 
 
 def cut_like(whole: Tensor, like: DTensor) -> DTensor:
-    """Each rank's part of a tensor that all of them hold; nothing is sent."""
+    """Each rank's part of a tensor that all hold, or an addend where ``like`` is a partial sum; nothing is sent."""
     local = whole.detach().to(like.device)
-    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+    mesh, sizes = like.device_mesh, [like.device_mesh.size(i) for i, p in enumerate(like.placements) if p.is_partial()]
+    if not sizes:
+        return distribute_tensor(local, mesh, like.placements, src_data_rank=None)
+    cut = [Replicate() if placement.is_partial() else placement for placement in like.placements]
+    addend = distribute_tensor(local, mesh, cut, src_data_rank=None).to_local() / math.prod(sizes)
+    return DTensor.from_local(addend, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def mean_over_shards(gradient: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -48,8 +56,11 @@ class OwedGradients:
     A leaf lives as long as somebody computes with it, or a graph of autograd leads to it.
     """
 
-    def __init__(self, mesh: ParallelMesh, control: ControlGroup, backwards: BackwardCalls) -> None:
+    def __init__(
+        self, mesh: ParallelMesh, control: ControlGroup, backwards: BackwardCalls, addend: Addend | None = None
+    ) -> None:
         self._mesh, self._control, self._backwards = mesh, control, backwards
+        self._addend = addend or (lambda parameter, gradient: gradient)
         self._owed: list[tuple[DTensor, weakref.ref[Tensor]]] = []
 
     def leaf(self, parameter: DTensor, whole: Tensor) -> Tensor:
@@ -84,7 +95,8 @@ class OwedGradients:
                 gradient = None if leaf is None else leaf.grad
                 if leaf is not None:
                     leaf.grad = None
-                torch.autograd.backward([parameter], [self._reduced(parameter, gradient)])
+                reduced = self._addend(parameter, self._reduced(parameter, gradient))
+                torch.autograd.backward([parameter], [reduced])
 
     def gradients(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``torch.autograd.grad``, of parameters with what came by their leaves."""

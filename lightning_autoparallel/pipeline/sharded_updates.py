@@ -93,6 +93,8 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharde
         return _on_wholes(func, args, kwargs, sharded[0])  # nothing is gathered
     if packet in _SAME_MEMORY:
         return func(*args, **kwargs)
+    if any(placement.is_partial() for tensor in sharded for placement in tensor.placements):
+        return _on_wholes(func, args, kwargs, sharded[0])  # gradients that wait
     if func in _MEANS:
         return _mean(func, args, kwargs, sharded[0])
     if is_random(func) or not (_is_elementwise(func) or _is_reduction(func)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from lightning_autoparallel.apply import lower_graph
+import torch
+
+from lightning_autoparallel.apply import UnreducedLayout, lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.compile import lower_partitioned, partition_graph, specialize_partitioned
@@ -72,8 +74,12 @@ class StageContext:
             self.warn(message)
 
 
-def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
+def build_step(
+    request: StepRequest, context: StageContext, waiting: Mapping[str, UnreducedLayout] | None = None
+) -> CompiledStep:
     """Take one step through all stages; every rank calls it with an equal request.
+
+    Gradients of the parameters in ``waiting`` leave the step unreduced.
 
     Raises:
         CaptureError: the step cannot be recorded, on this rank or on another, or ranks recorded different graphs.
@@ -83,6 +89,26 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     timings: dict[str, float] = {}
     clock = _clock(request.name, timings, context.progress)
     captured, plan = _agreed_plan(request, context, clock)
+    plan = _waiting(plan, captured, waiting or {})
+    return finish_step(captured, plan, context, request.device, context.config.compile, timings)
+
+
+def finish_step(
+    captured: CapturedGraph,
+    plan: ShardingPlan,
+    context: StageContext,
+    device: torch.device,
+    compiles: bool,
+    timings: dict[str, float] | None = None,
+) -> CompiledStep:
+    """The stages after the plan, which all ranks have agreed on; ``timings`` are those of the stages before.
+
+    Raises:
+        ConfigError: the plan does not fit the mesh.
+        PassError: ranks have different settings, or their graphs came out different.
+    """
+    timings = {} if timings is None else timings
+    clock = _clock(captured.name, timings, context.progress)
     with clock("apply"):
         sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
@@ -99,23 +125,34 @@ def build_step(request: StepRequest, context: StageContext) -> CompiledStep:
     with clock("compile"):
         # Until here no rank's graph tells which rank it is of.
         partitioned = specialize_partitioned(partitioned, group_place)
-        forward, backward = _lowered(partitioned, context)
+        forward, backward = _lowered(partitioned, context, compiles)
     return CompiledStep(
         partitioned=partitioned,
         forward=forward,
         backward=backward,
         captured=captured,
-        constants=tuple(value.to(request.device) for value in captured.constants.values()),
+        constants=tuple(value.to(device) for value in captured.constants.values()),
         report=report,
         has_random_ops=any(fxn.is_random(node) for node in captured.graph_module.graph.nodes),
     )
 
 
-def _lowered(partitioned: PartitionedGraph, context: StageContext) -> tuple[GraphCallable, GraphCallable | None]:
+def _waiting(plan: ShardingPlan, captured: CapturedGraph, waiting: Mapping[str, UnreducedLayout]) -> ShardingPlan:
+    """The plan with gradients that leave as they are before they are reduced."""
+    outputs = [
+        waiting[item.name].unreduced.placements if item.is_parameter_gradient and item.name in waiting else placements
+        for item, placements in zip(captured.outputs, plan.outputs, strict=True)
+    ]
+    return replace(plan, outputs=tuple(outputs))
+
+
+def _lowered(
+    partitioned: PartitionedGraph, context: StageContext, compiles: bool
+) -> tuple[GraphCallable, GraphCallable | None]:
     """The callables of both halves; where one rank's compiler fails, no rank goes on to wait for it."""
     error: Exception | None = None
     try:
-        lowered = lower_partitioned(partitioned, context.config.compile)
+        lowered = lower_partitioned(partitioned, compiles)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)

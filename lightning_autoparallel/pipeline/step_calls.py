@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autoparallel.apply import ParameterLayout
+from lightning_autoparallel.apply import ParameterLayout, UnreducedLayout
 from lightning_autoparallel.capture import BatchLayout, StepEffects, StepState, Watcher, leaf_counters
 from lightning_autoparallel.contracts import CompiledStep
 
@@ -63,7 +63,7 @@ class Variant:
     step: CompiledStep
     state: StepState
     effects: StepEffects
-    layouts: tuple[ParameterLayout | None, ...]
+    layouts: tuple[ParameterLayout | UnreducedLayout | None, ...]
 
     def holds(self, counters: Mapping[str, Any]) -> bool:
         """Whether it is what the step would be now."""
@@ -85,7 +85,7 @@ class PreparedStep:
     index: int
     module_state: Any
     step: CompiledStep
-    layouts: tuple[ParameterLayout | None, ...]
+    layouts: tuple[ParameterLayout | UnreducedLayout | None, ...]
 
 
 def static_leaves(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:

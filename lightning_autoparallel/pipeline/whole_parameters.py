@@ -25,7 +25,7 @@ from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
 from lightning_autoparallel.pipeline.backward_calls import END, BackwardCalls
-from lightning_autoparallel.pipeline.owed_gradients import OwedGradients, cut_like, mean_over_shards
+from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients, cut_like, mean_over_shards
 from lightning_autoparallel.torch_compat.interception import is_wrapped, without_function_modes, without_transforms
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
@@ -92,7 +92,9 @@ class WholeParameters(TorchFunctionMode):
     Nothing is done while it is paused.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh, control: ControlGroup) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: ParallelMesh, control: ControlGroup, addend: Addend | None = None
+    ) -> None:
         super().__init__()
         self._module, self._mesh, self._control = module, mesh, control
         self._paused = False
@@ -100,7 +102,7 @@ class WholeParameters(TorchFunctionMode):
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
         self._names: dict[Any, str] = {}  # parameters by their memory
         self.backwards = BackwardCalls(control)
-        self._owed = OwedGradients(mesh, control, self.backwards)
+        self._owed = OwedGradients(mesh, control, self.backwards, addend)
 
     def __exit__(self, *error: Any) -> None:
         self.forget()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.config import MeshSpec
@@ -50,8 +51,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Whether an optimizer can work on shards.
 
     Raises:
-        ConfigError: it shares out its state by itself.
+        ConfigError: it shares out its state by itself, or trains what is not shared out.
     """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if not isinstance(parameter, DTensor) and parameter.requires_grad:
+            raise ConfigError(
+                f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no parameter of "
+                "the LightningModule: ranks share out its parameters alone, and this tensor would be trained on each "
+                "rank by itself; make it a parameter, or a part, of the module in __init__ or configure_model"
+            )
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ConfigError(
             "ZeroRedundancyOptimizer shares out its state among ranks, which the strategy does by itself: return the "

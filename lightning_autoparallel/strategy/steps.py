@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -48,6 +49,7 @@ class LightningSteps:
         self._logged_as: LoggedAs = {}
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
+        self._accumulates = False
         self._forward: ForwardSteps | None = None
 
     def end(self) -> None:
@@ -77,6 +79,7 @@ class LightningSteps:
         if self.mode(name) == "forward":
             return None
         args = (batch, 0) if self._takes_index(name) else (batch,)
+        self._engine.deferred.active = name == "training_step" and self._defers()
         try:
             return self._engine.prepare(self._call(name, args), batch, self._counters(args))
         except StepFailedError:
@@ -89,6 +92,7 @@ class LightningSteps:
         """One real step on what Lightning gives it: the batch, then the indices of batch and dataloader it asks for."""
         if name == "training_step":
             self.launches.start()
+            self._engine.deferred.active = self._defers()
         around = self.launches.counting if name == "training_step" else contextlib.nullcontext
         rows = RowsOfBatch() if name == "training_step" else rows_of_this(self._trainer, args)
         if rows.common:
@@ -110,10 +114,39 @@ class LightningSteps:
     def backward(self) -> Iterator[None]:
         """Around the backward of the training step: its collectives are counted with those of the forward."""
         modules = self.forward.calls.running() if self.mode("training_step") == "forward" else contextlib.nullcontext()
+        self._engine.deferred.prepare()
         with self.launches.counting(), modules:
             yield
         if self._forward is not None and self._module.automatic_optimization:
             self._forward.calls.parameters.backwards.clear()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around a micro-batch whose gradients no optimizer asks for yet."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def _defers(self) -> bool:
+        """Whether the gradients of a training step wait: alike for all micro-batches of a window."""
+        if not self._engine.deferred.may_wait:
+            return False
+        is_window = self._module.automatic_optimization and self._trainer.accumulate_grad_batches > 1
+        return self._accumulates or is_window or self._engine.deferred.owed
+
+    def reduce_gradients(self) -> None:
+        """Reduce what waits, unless more is to come; the collectives are those of the step that ran last."""
+        if self._accumulates:
+            return
+        is_forward = self.mode("training_step") == "forward"
+        paused = self._forward.calls.parameters.paused() if self._forward else contextlib.nullcontext()
+        with self.launches.counting(), paused, torch.no_grad():
+            launched = self._engine.deferred.reduce(agree=is_forward and self._engine.deferred.active)
+        if not is_forward:
+            before = self.launches.predicted
+            self.launches.predicted = {axes: before.get(axes, 0) + launched.get(axes, 0) for axes in before | launched}
 
     def optimizing(self) -> contextlib.AbstractContextManager[None]:
         """Around a step of an optimizer."""

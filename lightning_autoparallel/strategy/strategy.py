@@ -39,6 +39,7 @@ from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
+from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer
 from lightning_autoparallel.strategy.metrics import joined_over_rows
@@ -98,6 +99,10 @@ class AutoParallelStrategy(SavingStrategy):
             every step on each rank's rows, as DDP does, and captures the modules that it calls, or those that
             ``{"forward": ["net", "head"]}`` names. ``"auto"`` captures it whole where what its Python reads and writes
             can be followed, else says why not and does as ``"forward"``.
+        reduce_every_micro_batch: when gradients that several micro-batches add up (``accumulate_grad_batches``, or
+            ``toggle_model(sync_grad=False)``) are reduced over the ranks. False: once, when the optimizer steps; on
+            axes that shard a parameter every rank keeps its whole gradient until then. True: in every micro-batch.
+            ``"auto"`` waits on the axes where the parameter is whole anyway, which costs no memory.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -126,6 +131,7 @@ class AutoParallelStrategy(SavingStrategy):
         hardware: str | dict[str, Any] | None = None,
         decompose_matmuls: str | dict[str, Any] = "auto",
         capture: str | dict[str, Any] = "auto",
+        reduce_every_micro_batch: bool | Literal["auto"] = "auto",
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint, async_save)
@@ -140,6 +146,7 @@ class AutoParallelStrategy(SavingStrategy):
             bucket_mb=bucket_mb,
             decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
             hardware=hardware,
+            reduce_every_micro_batch=reduce_every_micro_batch,
         )
         if hardware is not None:
             hardware_from(hardware)
@@ -213,6 +220,8 @@ class AutoParallelStrategy(SavingStrategy):
         engine = self._engine_for(module)
         if self._is_sharded:
             engine.shard_copies(trainer.callbacks)  # type: ignore[attr-defined]
+        for optimizer in self._held_optimizers(trainer):
+            rebind(optimizer, engine.replacements, shared_state)
         self._steps = LightningSteps(module, trainer, engine, self.capture)
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
@@ -222,6 +231,7 @@ class AutoParallelStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
+        self.precision_plugin.reduce_gradients = self._steps.reduce_gradients
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._prepare_training_step(trainer, self._steps)
@@ -279,6 +289,11 @@ class AutoParallelStrategy(SavingStrategy):
             # one that was made before the parameters were sharded trains what is in the module now
             rebind(optimizer, self._engine.replacements, shared_state)
             check_optimizer(optimizer)
+
+    def _held_optimizers(self, trainer: Trainer) -> list[Optimizer]:
+        """Those that the module and callbacks step by themselves."""
+        assert self.lightning_module is not None
+        return held_optimizers([*self.lightning_module.modules(), *trainer.callbacks])  # type: ignore[attr-defined]
 
     def model_to_device(self) -> None:
         """Sharding has put every parameter where it belongs."""
@@ -339,17 +354,26 @@ class AutoParallelStrategy(SavingStrategy):
         with self._outside.inside(), self._steps.backward(), shards_asked_for_nan():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a micro-batch after which no optimizer steps: gradients that may wait are not reduced."""
+        assert self._steps is not None
+        with self._steps.accumulating():
+            yield
+
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
         """Step the optimizer on the shards; its closure may run a step of the module."""
         assert self._steps is not None
+        check_optimizer(optimizer)  # groups may have been added
         steps, updates = self._steps, None if needs_no_help(optimizer) else ShardedUpdates()
         resumed = steps.closing(closure)
 
         def run() -> Any:
             with updates.left() if updates else contextlib.nullcontext():
                 loss = resumed()
+            steps.reduce_gradients()
             return None if self._skips else steps.told_loss(optimizer, loss)
 
         with steps.optimizing(), updates or contextlib.nullcontext():
@@ -381,7 +405,9 @@ class AutoParallelStrategy(SavingStrategy):
             )
             return
         engine.gather_parameters()
-        for optimizer in self.optimizers:
+        given = {id(optimizer): optimizer for optimizer in self.optimizers}
+        held = {id(optimizer): optimizer for optimizer in self._held_optimizers(module.trainer)}
+        for optimizer in (given | held).values():
             rebind(optimizer, engine.replacements, whole_state)
         module._device_mesh = None
         self._is_sharded = False

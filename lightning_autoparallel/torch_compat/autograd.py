@@ -43,6 +43,11 @@ class Attached:
             parameter._post_accumulate_grad_hooks = self.hooks_afterwards  # type: ignore[attr-defined]
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody is to be given its gradient as it comes."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def final(value: Tensor, source: Tensor | None, message: str) -> Tensor:
     """``value``, which is said to come from ``source``; to differentiate it is a CaptureError with ``message``."""
     return _Final.apply(value, source, message)  # type: ignore[no-any-return, no-untyped-call]
