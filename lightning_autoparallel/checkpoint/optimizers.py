@@ -23,7 +23,8 @@ from lightning_autoparallel.torch_compat.dcp import put
 def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
     """An optimizer's state with this rank's shards, keyed by parameter names."""
     plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    state, names = plain.state_dict(), [name for group in _names(module, plain) for name in group]
+    state = {"state": {}, "param_groups": [], **plain.state_dict()}  # Lightning has an optimizer that keeps nothing
+    names = [name for group in _names(module, plain) for name in group]
     return {
         "state": {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()},
         "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],

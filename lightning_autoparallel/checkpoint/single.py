@@ -55,15 +55,17 @@ def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: b
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load what ``optimizer.state_dict()`` gave on one device into an optimizer over DTensors.
 
+    Where ``configure_optimizers`` gives none, Lightning has one that keeps nothing.
+
     Raises:
         CheckpointError: the optimizer has other groups of parameters.
     """
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     cut = {
         number: {key: sharded_state(by_number.get(number), key, value) for key, value in values.items()}
-        for number, values in state["state"].items()
+        for number, values in state.get("state", {}).items()
     }
     try:
         optimizer.load_state_dict({**state, "state": cut})

@@ -14,6 +14,6 @@ FILE_LIMIT_BYTES = 8 * 10**9
 
 def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     """Bytes of the whole model and of what optimizers keep by now, over all ranks."""
-    states = [module.state_dict(), *(optimizer.state_dict()["state"] for optimizer in optimizers)]
+    states = [module.state_dict(), *(optimizer.state_dict().get("state", {}) for optimizer in optimizers)]
     leaves = [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAve
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
+from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, make_strategy, make_trainer, train
+from tests.numerics.training import full
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
@@ -308,3 +309,27 @@ class Foreign(Net):
 def test_parameters_of_nobody_are_refused(worlds: Worlds) -> None:
     for message, _ in worlds(2).run(failure, Foreign):
         assert message.startswith("ConfigError: SGD trains a tensor")
+
+
+def resumed(path: str, folder: bool) -> dict[str, Any]:
+    """Parameters of a module that optimizes by itself, after an epoch that starts from a checkpoint of another."""
+    _one_epoch(path, folder, None)
+    return _one_epoch(path, folder, path)
+
+
+def _one_epoch(path: str, folder: bool, start: str | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = MadeInInitAndHeld()
+    strategy = make_strategy(MESH, {"save_distributed_checkpoint": folder})
+    trainer = make_trainer(strategy, 2, max_epochs=1 if start is None else 2)
+    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
+    trainer.fit(module, ckpt_path=start)
+    trainer.save_checkpoint(path)
+    return {name: full(parameter) for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_module_without_optimizers_is_saved_and_resumed(folder: bool, worlds: Worlds, tmp_path: Any) -> None:
+    one, other = worlds(2).run(resumed, str(tmp_path / "run"), folder)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
