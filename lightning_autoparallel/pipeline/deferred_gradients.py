@@ -83,7 +83,9 @@ class DeferredGradients:
 
     @property
     def may_wait(self) -> bool:
-        """Whether several ranks add up gradients, and not in every micro-batch."""
+        """Whether several ranks add up gradients, and not in every micro-batch; known once parameters are placed."""
+        if not self._parameters:
+            return False
         return self.context.config.reduce_every_micro_batch is not True and self.context.mesh.data_parallel_size > 1
 
     def waiting(self) -> dict[str, UnreducedLayout]:

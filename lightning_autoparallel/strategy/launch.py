@@ -51,7 +51,20 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Whether an optimizer can work on shards.
 
     Raises:
-        ConfigError: it shares out its state by itself, or trains what is not shared out.
+        ConfigError: it shares out its state by itself.
+    """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ConfigError(
+            "ZeroRedundancyOptimizer shares out its state among ranks, which the strategy does by itself: return the "
+            "optimizer of the class that it is given"
+        )
+
+
+def check_trained(optimizer: Optimizer) -> None:
+    """Whether all that an optimizer trains lies in shards.
+
+    Raises:
+        ConfigError: something does not.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if not isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -60,11 +73,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 "the LightningModule: ranks share out its parameters alone, and this tensor would be trained on each "
                 "rank by itself; make it a parameter, or a part, of the module in __init__ or configure_model"
             )
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise ConfigError(
-            "ZeroRedundancyOptimizer shares out its state among ranks, which the strategy does by itself: return the "
-            "optimizer of the class that it is given"
-        )
 
 
 def place_of(step: Callable[..., Any]) -> str:

@@ -43,6 +43,7 @@ from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer
 from lightning_autoparallel.strategy.metrics import joined_over_rows
+from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
@@ -289,6 +290,8 @@ class AutoParallelStrategy(SavingStrategy):
             # one that was made before the parameters were sharded trains what is in the module now
             rebind(optimizer, self._engine.replacements, shared_state)
             check_optimizer(optimizer)
+            if self._is_sharded:
+                check_trained(optimizer)
 
     def _held_optimizers(self, trainer: Trainer) -> list[Optimizer]:
         """Those that the module and callbacks step by themselves."""
@@ -366,7 +369,7 @@ class AutoParallelStrategy(SavingStrategy):
     ) -> Any:
         """Step the optimizer on the shards; its closure may run a step of the module."""
         assert self._steps is not None
-        check_optimizer(optimizer)  # groups may have been added
+        check_trained(optimizer)  # groups may have been added
         steps, updates = self._steps, None if needs_no_help(optimizer) else ShardedUpdates()
         resumed = steps.closing(closure)
 
