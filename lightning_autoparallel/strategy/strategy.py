@@ -41,9 +41,8 @@ from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, su
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
-from lightning_autoparallel.strategy.launch import check_module, check_optimizer
-from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
+from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
