@@ -15,6 +15,7 @@ from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, give_default_timeout, new_ordered_groups
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_groups
+from lightning_autoparallel.torch_compat.world import backend_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ class ParallelMesh:
     @property
     def backend(self) -> str:
         """What its process groups talk through: ``gloo``, ``nccl``, or ``fake``."""
-        return str(dist.get_backend(next(iter(self.submeshes.values())).get_group()))
+        mesh = next(iter(self.submeshes.values()))
+        return str(backend_of(mesh.device_type, mesh.get_group()))
 
     def submesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The one-dimensional mesh over ``axes`` together; axes of size 1 are dropped first."""
@@ -126,7 +128,7 @@ def build_mesh(spec: MeshSpec, device_type: str) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the world size.
     """
     spec = spec.resolve(dist.get_world_size())
-    backend = own_gloo_groups()
+    backend = own_gloo_groups(device_type)
     backends: Any = None if backend is None else dict.fromkeys(spec.names, backend)
     active = tuple(name for name, size in spec.axes if size > 1)
     with one_gloo_thread():

@@ -54,6 +54,28 @@ class World:
         Raises:
             WorldError: a rank raised, died, or took longer than `timeout_s`; the world is then stopped.
         """
+        answers = self._answers(function, args, timeout_s, until_one_dies=True)
+        missing = [rank for rank in range(self.size) if rank not in answers]
+        answers.update(dict.fromkeys(missing, (False, "stopped, as another rank died")))
+        failures = [f"rank {rank}:\n{answer[1]}" for rank, answer in sorted(answers.items()) if not answer[0]]
+        if failures:
+            self.stop()
+            raise WorldError("\n".join(failures))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def endings(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[str | None]:
+        """By rank what each said at last: None if nothing was wrong, else its traceback or how its process died.
+
+        Raises:
+            WorldError: a rank took longer than `timeout_s`.
+        """
+        answers = self._answers(function, args, timeout_s, until_one_dies=False)
+        self.stop()
+        return [None if answers[rank][0] else answers[rank][1] for rank in range(self.size)]
+
+    def _answers(
+        self, function: Callable[..., Any], args: Any, timeout_s: float, until_one_dies: bool
+    ) -> dict[int, Any]:
         self.jobs += 1
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
@@ -67,15 +89,11 @@ class World:
                 raise WorldError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s: {answers}")
             for pipe in ready:
                 answers[waiting[pipe]] = self._receive(pipe, waiting[pipe])
-            if not self.alive:
+                if not until_one_dies:
+                    pipe.close()  # the process ends, as one would that a launcher has started
+            if until_one_dies and not self.alive:
                 break  # the others would wait for the dead rank until their timeout
-        missing = [rank for rank in range(self.size) if rank not in answers]
-        answers.update(dict.fromkeys(missing, (False, "stopped, as another rank died")))
-        failures = [f"rank {rank}:\n{answer[1]}" for rank, answer in sorted(answers.items()) if not answer[0]]
-        if failures:
-            self.stop()
-            raise WorldError("\n".join(failures))
-        return [answers[rank][1] for rank in range(self.size)]
+        return answers
 
     def _receive(self, pipe: Any, rank: int) -> tuple[bool, Any]:
         try:

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from lightning_autoparallel.callbacks.launches import LaunchHistory, StepLaunches, steps_table
 from lightning_autoparallel.callbacks.plan_report import ReportingStrategy, reporting_strategy
-from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, print_table
+from lightning_autoparallel.callbacks.tables import collective_rows, make_table, print_table
+from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, rank_zero_warn
 
 _TRAINING_STEP = "training_step"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lightning_autoparallel.callbacks.tables import format_bytes, make_table
+from lightning_autoparallel.callbacks.tables import make_table
 from lightning_autoparallel.contracts import CollectiveCount, ModuleReport, ParameterReport, PlanReport
+from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.nodes import kind_of
 

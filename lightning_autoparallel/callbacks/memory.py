@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.callbacks.tables import format_bytes, make_table, print_table
+from lightning_autoparallel.callbacks.tables import make_table, print_table
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 
 _STATUS = Path("/proc/self/status")

@@ -12,8 +12,9 @@ from rich.table import Table
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.callbacks.kinds import blocks_table, kinds_table
 from lightning_autoparallel.callbacks.predictions import largest_table, passes_table, predicted_lines, times_table
-from lightning_autoparallel.callbacks.tables import collective_rows, format_bytes, make_table, render_table
+from lightning_autoparallel.callbacks.tables import collective_rows, make_table, render_table
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 

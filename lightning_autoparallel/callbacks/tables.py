@@ -14,18 +14,6 @@ from lightning_autoparallel.contracts import CollectiveCount, PlanReport
 _FILE_WIDTH = 160  # no table is wider: a log file has no terminal whose width could break its lines
 
 
-def format_bytes(size_bytes: int) -> str:
-    """``1536`` -> ``"1.5 KiB"``; below 1 KiB the bytes themselves."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    size = float(size_bytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
-
-
 def make_table(title: str, columns: Sequence[str], numbers: Sequence[str] = (), caption: str | None = None) -> Table:
     """An empty table with text ``columns`` on the left and right-aligned ``numbers`` after them."""
     width = max(len(title), len(caption or ""))  # rich would break both at the width of the columns

@@ -13,10 +13,11 @@ from lightning_autoparallel.callbacks.predictions import (
     decomposition_lines,
     predicted_lines,
 )
-from lightning_autoparallel.callbacks.tables import format_bytes, print_table
+from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
 from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser

@@ -154,6 +154,7 @@ all_gather_if_available = distributed._all_gather_ddp_if_available
 default_process_group_backend = distributed._get_default_process_group_backend_for_device
 distributed_is_initialized = distributed._distributed_is_initialized
 init_process_group = distributed._init_dist_connection
+set_num_threads_if_needed = distributed._set_num_threads_if_needed
 sync_if_available = distributed._sync_ddp_if_available
 
 __all__ = [
@@ -207,6 +208,7 @@ __all__ = [
     "reset_seed",
     "restore_loaders",
     "restore_modules_and_callbacks",
+    "set_num_threads_if_needed",
     "sync_if_available",
     "weights_only_of_run",
 ]

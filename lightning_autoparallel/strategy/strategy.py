@@ -43,6 +43,7 @@ from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
 from lightning_autoparallel.strategy.metrics import joined_over_rows
+from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memory_note
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
@@ -51,6 +52,7 @@ from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.tools import check_tools, count_every_row_once
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 from lightning_autoparallel.torch_compat.assignments import assigned_in_shards
+from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 
 class AutoParallelStrategy(SavingStrategy):
@@ -155,6 +157,7 @@ class AutoParallelStrategy(SavingStrategy):
         self.capture = CaptureSpec.parse(capture)
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
+        self._ran = "training_step"  # or a sibling: the last that ran
         self._skips = self._is_sharded = False
         self._while_set_up = contextlib.ExitStack()
         self.leave_sharded = leave_sharded
@@ -345,6 +348,7 @@ class AutoParallelStrategy(SavingStrategy):
 
     def _run(self, name: str, args: tuple[Any, ...]) -> Any:
         assert self._steps is not None
+        self._ran = name
         with self._outside.inside():
             return self._steps.run(name, args)
 
@@ -381,18 +385,38 @@ class AutoParallelStrategy(SavingStrategy):
         with steps.optimizing(), updates or contextlib.nullcontext():
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Add to an error that says that memory ran out what was predicted to need it."""
+        super().on_exception(exception)
+        if is_out_of_memory(exception) and self.lightning_module is not None:
+            state = [optimizer.state for optimizer in self.optimizers]
+            exception.add_note(
+                memory_note(
+                    self.reports,
+                    self._ran,
+                    self.config,
+                    self.lightning_module.parameters(),
+                    [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)],
+                )
+            )
+
     def teardown(self) -> None:
         """Write what is left to write, and give the module its whole parameters back."""
-        self._while_set_up.close()
-        if self._steps is not None:
-            self._steps.end()
-        self.end_saving()
-        self._give_back()
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        well = False
+        try:
+            self._while_set_up.close()
+            if self._steps is not None:
+                self._steps.end()
+            self.end_saving()
+            self._give_back()
+            assert self.cluster_environment is not None and self.accelerator is not None
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+            well = not self._failed
+        finally:
+            self._roll_call.stop(well)
 
     def _give_back(self) -> None:
         """After training the module is that of one device, where it fits."""

@@ -16,7 +16,6 @@ from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import (
     ParallelStrategy,
-    SubprocessScriptLauncher,
     all_gather_if_available,
     default_process_group_backend,
     distributed_is_initialized,
@@ -28,9 +27,13 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
+from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
 from lightning_autoparallel.strategy.launch import check_launch
+from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
+from lightning_autoparallel.strategy.roll_call import RollCall
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
+from lightning_autoparallel.torch_compat.world import backend_of
 
 
 class WorldStrategy(ParallelStrategy):
@@ -38,12 +41,14 @@ class WorldStrategy(ParallelStrategy):
 
     def __init__(self, spec: MeshSpec, process_group_backend: str | None, timeout: timedelta) -> None:
         super().__init__()
+        check_backend(process_group_backend)
         self.spec = spec
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self._mesh: ParallelMesh | None = None
         self._control: ControlGroup | None = None
+        self._roll_call = RollCall(timeout, self._end_process)
 
     # -- what the launch looks like ----------------------------------------------------------------------------------
 
@@ -100,8 +105,9 @@ class WorldStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         check_launch(self.spec, self.num_processes * self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = RankLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._roll_call, self.timeout
+        )
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh, once."""
@@ -112,11 +118,13 @@ class WorldStrategy(ParallelStrategy):
             self._start_process_group()
             self._mesh = build_mesh(self.spec, self.root_device.type)
             self._control = ControlGroup(self.timeout)
+        self._roll_call.start()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
 
     def _start_process_group(self) -> None:
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
+        check_backend_on(self.process_group_backend, self.root_device.type)
         assert self.cluster_environment is not None
         device_id = self.root_device if self.root_device.type != "cpu" else None
         with one_gloo_thread():
@@ -125,6 +133,10 @@ class WorldStrategy(ParallelStrategy):
             )
         # Lightning leaves gloo groups to the interpreter's exit, where their threads may abort the process.
         atexit.register(_destroy_process_groups)
+
+    def _end_process(self, reason: str) -> None:
+        assert isinstance(self._launcher, RankLauncher)
+        end_process(reason, self._launcher.procs)
 
     def set_world_ranks(self) -> None:
         """Say which process this is, as soon as there is a Trainer: before ``fit`` some things are for one only."""
@@ -177,7 +189,7 @@ class WorldStrategy(ParallelStrategy):
         """Wait for all ranks."""
         if not distributed_is_initialized():
             return
-        if dist.get_backend() == "nccl":
+        if backend_of(self.root_device.type) == "nccl":
             dist.barrier(device_ids=[self.root_device.index])
         else:
             dist.barrier()

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroupGloo
 
+from lightning_autoparallel.torch_compat.world import backend_of
+
 
 class _OneThreadGloo(ProcessGroupGloo):
     """A gloo group with one worker thread; torch makes two and gives Python no other way to say so."""
@@ -28,7 +30,7 @@ class _OneThreadGloo(ProcessGroupGloo):
 
 def _devices() -> list[Any]:
     """Those of the default group, where there is one: every device has a thread that wakes up all the time."""
-    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+    if dist.is_initialized() and backend_of("cpu") == dist.Backend.GLOO:
         return list(_default_options()._devices)
     # torch reads this variable where it makes a group without options, and is given some here: on hosts whose names
     # resolve to the loopback device, nothing else leads to the others.
@@ -58,12 +60,12 @@ def one_gloo_thread() -> Iterator[None]:
         yield
 
 
-def own_gloo_groups() -> Any:
-    """A `backend_override` with which a device mesh does not take the default group; None unless on gloo.
+def own_gloo_groups(device_type: str) -> Any:
+    """A `backend_override` with which a device mesh does not take the default group; None unless it is on gloo.
 
     The default group is made by others, with two threads. The timeout stays the default group's.
     """
-    if dist.get_backend() != dist.Backend.GLOO:
+    if backend_of(device_type) != dist.Backend.GLOO:
         return None
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = _default_options()._timeout

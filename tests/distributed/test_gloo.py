@@ -81,7 +81,7 @@ def timeouts_of_other_groups() -> list[float]:
     world = dist.group.WORLD._get_backend(cpu)
     before = world.options._timeout
     world._set_default_timeout(timedelta(seconds=77))
-    with mock.patch("lightning_autoparallel.mesh.own_gloo_groups", lambda: None):
+    with mock.patch("lightning_autoparallel.mesh.own_gloo_groups", lambda device_type: None):
         mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": 2, "tp": 1}), "cpu")
     groups = [submesh.get_group() for submesh in mesh.submeshes.values()]
     groups += [group for group in [new_ordered_groups([[1, 0]])] if group is not None]

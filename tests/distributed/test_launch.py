@@ -38,6 +38,10 @@ trainer.fit(Printing())
 STRATEGIES = {
     "by name": '"autoparallel"',
     "by object": 'lightning_autoparallel.AutoParallelStrategy(mesh={"dp_shard": -1}, plan="ddp", compile=False)',
+    "by object, a backend for each device": (
+        "lightning_autoparallel.AutoParallelStrategy("
+        'mesh={"dp_shard": -1}, plan="fsdp", compile=False, process_group_backend="cpu:gloo")'
+    ),
 }
 REPOSITORY = Path(__file__).parents[2]
 OURS = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_", "TORCHELASTIC")
@@ -97,7 +101,11 @@ def check_steps(output: str) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "strategy"),
-    [pytest.param("torchrun", "by object", marks=pytest.mark.matrix), ("lightning", "by name")],
+    [
+        pytest.param("torchrun", "by object", marks=pytest.mark.matrix),
+        pytest.param("lightning", "by object, a backend for each device", marks=pytest.mark.matrix),
+        ("lightning", "by name"),
+    ],
 )
 def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
     script = script_in(tmp_path, strategy, devices=2, nodes=1)

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from lightning_autoparallel.callbacks.tables import format_bytes, make_table, print_table, render_table
+from lightning_autoparallel.callbacks.tables import make_table, print_table, render_table
+from lightning_autoparallel.cost.sizes import format_bytes
 
 
 @pytest.mark.parametrize(

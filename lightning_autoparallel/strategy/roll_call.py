@@ -1,0 +1,248 @@
+"""Which rank has failed: told to all others, whose own errors only say that somebody did not come.
+
+While all goes well, a thread asks the store once a second whether a rank has failed, and that is all. Once one has,
+every rank that runs says what it does: those that say nothing are gone. Nothing here is a collective, so that nothing
+waits for a rank that will not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from lightning_autoparallel.capture.sources import is_user_file, place_of
+from lightning_autoparallel.errors import OtherRankError
+from lightning_autoparallel.strategy.records import Answer, Failure, Records
+from lightning_autoparallel.torch_compat.world import is_lost_connection
+
+LAUNCHED_BY = "LIGHTNING_AUTOPARALLEL_LAUNCHED_BY"  # the id of the process that started this one
+_LOOK_S = 1.0
+_HEARD_S = 3.0  # for others to hear of an error of this rank, before its process and with it the store may end
+_ANSWER_S = 10.0  # for others to say that they run
+_AFTER_TIMEOUT_S = 30.0  # for a rank to end by the error of a collective that ran into the same timeout
+_GONE = "is gone without a word: killed, or its machine has failed"
+_LONGEST = 500  # characters of an error's message
+_INNER = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+
+
+class RollCall:
+    """Tells other ranks of this one's failure, and this rank of theirs; one for each strategy.
+
+    Once a rank has failed, the others have ``timeout`` and half a minute to leave ``fit`` by the errors that they meet.
+    Then ``end_process`` is called with the reason, on a thread: the rank hangs.
+    """
+
+    def __init__(self, timeout: timedelta, end_process: Callable[[str], None]) -> None:
+        self._timeout_s, self._end_process = timeout.total_seconds(), end_process
+        self._records: Records | None = None
+        self._known: list[Failure] = []
+        self._stopped = threading.Event()
+        self._rank = 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether ranks have met, and this one has not ended."""
+        return self._records is not None
+
+    def start(self) -> None:
+        """Ranks have met; the thread that calls this is the one that trains."""
+        self.stop()
+        if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            return
+        self._rank, self._known, self._stopped = dist.get_rank(), [], threading.Event()
+        self._records = Records(self._rank)
+        watch = _Watch(self, self._records, self._stopped, threading.get_ident())
+        threading.Thread(target=watch.run, name="autoparallel-roll-call", daemon=True).start()
+
+    def stop(self, well: bool = True) -> None:
+        """This rank has ended, ``well`` or by an error."""
+        self._stopped.set()
+        if self._records is not None and well:
+            with contextlib.suppress(dist.DistError):  # others may have ended before
+                self._records.end(self._rank)
+        self._records = None
+
+    def report(self, rank: int, text: str) -> None:
+        """Tell all ranks what became of ``rank``, which has not told it by itself."""
+        if any(known.rank == rank for known in self.look()):
+            return
+        failure = Failure(rank=rank, text=text)
+        self._known.append(failure)
+        if self._records is not None:
+            with contextlib.suppress(dist.DistError):
+                self._records.fail(failure)
+
+    def look(self) -> list[Failure]:
+        """The failures that are known by now."""
+        if self._records is not None:
+            with contextlib.suppress(dist.DistError):  # what is known stays known
+                self._known = self._records.failures() or self._known
+        return self._known
+
+    def told(self, error: BaseException) -> BaseException:
+        """Tell all ranks that this one ends with ``error``, and return it, or one that names the rank at fault.
+
+        Waits for others to hear of it, or, where it comes of waiting for another rank, to learn which: some seconds.
+        """
+        if self._records is None:
+            return error
+        lost = is_lost_connection(error)
+        waited = lost or isinstance(error, OtherRankError)
+        with contextlib.suppress(dist.DistError):
+            self._records.fail(Failure(rank=self._rank, text=described(error), waited=waited))
+        if not lost:
+            self._wait(self._everyone_heard, _HEARD_S)
+            return error
+        self._wait(self._is_clear, _ANSWER_S)
+        found = self.verdict()
+        return error if found is None else OtherRankError(f"{found}; rank {self._rank} waited for it")
+
+    def verdict(self) -> str | None:
+        """What is known of the rank at fault; None where all ranks only waited."""
+        causes = [failure for failure in self.look() if not failure.waited and failure.rank != self._rank]
+        if causes:
+            return f"rank {causes[0].rank} has failed: {causes[0].text}"
+        if self._records is None:
+            return None
+        try:
+            return self._verdict_of_answers(self._records)
+        except dist.DistError:
+            holder = "the agent of torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
+            return f"{holder} {_GONE} (the store by which ranks meet, which it holds, does not answer)"
+
+    def _verdict_of_answers(self, records: Records) -> str | None:
+        accounted = {self._rank, *(failure.rank for failure in self._known)}
+        ended, answers = records.ended(), [one for one in records.answers() if one.rank not in accounted]
+        silent = set(range(dist.get_world_size())) - accounted - ended - {one.rank for one in answers}
+        late = [one for one in answers if not one.waits] or answers
+        said = [
+            *(f"rank {rank} has ended before" for rank in sorted(ended - accounted)[:8]),
+            *(f"rank {rank} {_GONE}" for rank in sorted(silent)[:8]),
+            *(f"rank {one.rank} has not come: it is at {one.at}" for one in late[: 0 if silent else 8]),
+        ]
+        return ", ".join(said) or None
+
+    def _is_clear(self) -> bool:
+        """Whether there is no use in waiting for more words."""
+        assert self._records is not None
+        causes = any(not failure.waited for failure in self.look())
+        return causes or self._everyone_heard()
+
+    def _everyone_heard(self) -> bool:
+        assert self._records is not None
+        heard = {one.rank for one in self._records.answers()} | {one.rank for one in self._records.failures()}
+        return len(heard | self._records.ended() | {self._rank}) == dist.get_world_size()
+
+    def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                if reached():
+                    return
+                time.sleep(0.1)
+            except dist.DistError:
+                return  # the store is gone: there will be no more words
+            except RuntimeError as error:
+                # Lightning answers SIGTERM, which launchers send now, with a collective, wherever this thread is
+                if not is_lost_connection(error):
+                    raise
+
+    def end_process(self, reason: str) -> None:
+        """End this process, which cannot end by itself."""
+        self._end_process(f"autoparallel: rank {self._rank} ends its process: {reason}")
+
+    @property
+    def timeout_s(self) -> float:
+        """For a rank to leave, once another has failed."""
+        return self._timeout_s
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._rank
+
+
+class _Watch:
+    """The thread's work."""
+
+    def __init__(self, roll_call: RollCall, records: Records, stopped: threading.Event, thread: int) -> None:
+        self._roll_call, self._records, self._stopped, self._thread = roll_call, records, stopped, thread
+        launcher = os.environ.get(LAUNCHED_BY)
+        self._parent = int(launcher) if launcher is not None and int(launcher) == os.getppid() else None
+
+    def run(self) -> None:
+        """Until training ends, with or without a failure."""
+        while not self._stopped.wait(_LOOK_S):
+            if self._alarmed():
+                return self._after_alarm()
+
+    def _alarmed(self) -> bool:
+        if self._parent is not None and os.getppid() != self._parent:
+            return True
+        try:
+            if not self._records.any_failure():
+                return False
+            self._records.answer(self._answer())
+        except dist.DistError:
+            return False  # whoever held the store may have ended well
+        return True
+
+    def _after_alarm(self) -> None:
+        """Keep what is said, as the store may end, until this rank has left, or has to."""
+        start, said = time.monotonic(), False
+        while not self._stopped.wait(_LOOK_S):
+            passed = time.monotonic() - start
+            known = self._roll_call.look()
+            mine = any(failure.rank == self._roll_call.rank for failure in known)
+            if passed > self._roll_call.timeout_s + _AFTER_TIMEOUT_S:
+                return self._roll_call.end_process(f"{self._why()}, and it is still at {self._answer().at}")
+            if passed > _ANSWER_S and not mine and not said:
+                said = True
+                say(
+                    f"autoparallel: {self._why()}. Rank {self._roll_call.rank} is at {self._answer().at}, and has "
+                    f"{timedelta(seconds=round(self._roll_call.timeout_s))} (timeout) to come from there"
+                )
+
+    def _why(self) -> str:
+        if self._parent is not None and os.getppid() != self._parent:
+            return "rank 0, which started it, is gone"
+        return self._roll_call.verdict() or "other ranks have waited for one that did not come"
+
+    def _answer(self) -> Answer:
+        at, waits = place_of_frame(sys._current_frames().get(self._thread))
+        return Answer(rank=self._roll_call.rank, at=at, waits=waits)
+
+
+def described(error: BaseException) -> str:
+    """An error in one line, with the user's line that raised it."""
+    place = place_of(error)
+    shown = f"{type(error).__name__}: {str(error)[:_LONGEST]}" if str(error) else type(error).__name__
+    return shown if place is None else f"{shown} ({place.called_from or place.source})"
+
+
+def place_of_frame(frame: FrameType | None) -> tuple[str, bool]:
+    """``train.py:88 in forward``, the innermost line of the user's if any, and whether code of torch or ours runs."""
+    if frame is None:
+        return "its end", False
+    own: FrameType | None = frame
+    while own is not None and not is_user_file(own.f_code.co_filename):
+        own = own.f_back
+    shown = own or frame
+    at = f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} in {shown.f_code.co_name}"
+    return at, frame.f_code.co_filename.startswith(_INNER)
+
+
+def say(text: str) -> None:
+    """To the user, whatever has become of loggers and other ranks."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

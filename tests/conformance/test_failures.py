@@ -1,0 +1,58 @@
+"""A rank raises, is killed or hangs: the others end with an error that names it, and the last checkpoint is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_autoparallel.checkpoint import consolidate
+from tests.conformance.failing import AT, HOWS, WHERES, Fault, fit
+from tests.tiers import tiered
+from tests.worlds import Worlds
+
+pytestmark = pytest.mark.conformance
+
+FOLDER = (("save_distributed_checkpoint", True),)
+ASYNC = (("async_save", True),)
+MODULES = (("capture", "forward"),)
+COMBINED = [Fault(how, where) for how in HOWS for where in WHERES if where != "saving"]
+SAVING = [
+    Fault(how, "saving", rank, options=options)
+    for how in HOWS
+    for rank, options in [(1, FOLDER), (0, FOLDER), (0, ()), (0, ASYNC), (1, (*FOLDER, *ASYNC))]
+]
+OTHERS = [
+    *(Fault(how, "hook", rank=0) for how in HOWS),
+    *(Fault(how, "step", options=MODULES) for how in HOWS),
+]
+DEFAULT = {"raises-validation-rank1", "killed-hook-rank0", "hangs-saving-rank1-save_distributed_checkpoint"}
+AT_FAULT = {
+    "raises": "rank {} has failed: ValueError: a fault of the test (failing.py:",
+    "killed": "rank {} is gone without a word: killed",
+    "hangs": "rank {} has not come: it is at ",
+}
+ITS_END = {"raises": "ValueError: a fault of the test", "killed": "exit code -9", "hangs": "exit code 1"}
+
+
+def step_saved(path: Path) -> Any:
+    """The step at which the checkpoint was saved, all of which is read."""
+    if path.is_dir():
+        file = path.with_suffix(".file")
+        consolidate(str(path), str(file))
+        path = file
+    return torch.load(path, weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize("fault", tiered([*COMBINED, *SAVING, *OTHERS], lambda fault: str(fault) in DEFAULT), ids=str)
+def test_the_others_end_and_name_the_rank(fault: Fault, worlds: Worlds, tmp_path: Path) -> None:
+    endings = worlds(2).endings(fit, str(tmp_path), fault)
+    assert ITS_END[fault.how] in str(endings[fault.rank])
+    other = json.loads((tmp_path / f"rank{1 - fault.rank}.json").read_text())
+    assert other["kind"] in ("OtherRankError", "CheckpointError")
+    assert AT_FAULT[fault.how].format(fault.rank) in other["text"]
+    before = AT - 1 if fault.where == "saving" else AT
+    assert step_saved(tmp_path / "run.ckpt") in ([AT - 1, AT] if ASYNC[0] in fault.options else [before])

@@ -1,0 +1,87 @@
+"""Where memory runs out, the error says what was predicted to need it, and stays what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_autoparallel.compile import step as compiled_step
+from lightning_autoparallel.pipeline import ready_step
+from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
+from tests.tiers import tiered
+from tests.worlds import Worlds
+
+pytestmark = pytest.mark.conformance
+
+CASES = [("forward", "auto"), ("backward", "auto"), ("optimizer", "auto"), ("forward", "forward")]
+PLACES: dict[str, tuple[Any, str]] = {
+    "forward": (ready_step, "run_step"),
+    "backward": (compiled_step, "_run_backward"),
+    "optimizer": (torch.optim.SGD, "step"),
+}
+HELD = {0: 4 * (2500 * 6 + 2 * 5000 + 2), 1: 4 * (2500 * 6 + 1 * 5000 + 1)}  # of the parameters, by rank
+
+
+class Wide(Net):
+    """Its largest tensor is the first layer's weight, which is gathered, or its gradient: 5000 x 6 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 5000, bias=False), nn.Tanh(), nn.Linear(5000, 3))
+
+
+def run_out(*args: Any, **kwargs: Any) -> Any:
+    """As CUDA's allocator does, and as that of the host really does."""
+    if dist.get_rank() == 0:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    return torch.empty(10**15)
+
+
+def fit(where: str, capture: str, ranks: tuple[int, ...]) -> tuple[str, str]:
+    """The error that ended the training when memory ran out on `ranks`: its type, and what is shown of it."""
+    torch.manual_seed(0)
+    strategy, module = make_strategy(MESH, {"capture": capture, "timeout": timedelta(seconds=30)}), Wide()
+    trainer = make_trainer(strategy, 2)
+    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
+    owner, name = PLACES[where]
+    failing = mock.patch.object(owner, name, run_out) if dist.get_rank() in ranks else contextlib.nullcontext()
+    try:
+        with failing:
+            trainer.fit(module)
+    except Exception as error:
+        return type(error).__name__, "".join(traceback.format_exception_only(error))
+    return "none", ""
+
+
+@pytest.mark.parametrize(("where", "capture"), tiered(CASES, lambda case: case == ("backward", "auto")))
+def test_the_error_adds_what_was_predicted(where: str, capture: str, worlds: Worlds) -> None:
+    for rank, (kind, shown) in enumerate(worlds(2).run(fit, where, capture, (0, 1))):
+        assert kind == ["OutOfMemoryError", "RuntimeError"][rank]
+        assert ["CUDA out of memory", "DefaultCPUAllocator"][rank] in shown
+        assert f"this rank holds {HELD[rank] / 1024:.1f} KiB of parameters and 0 B of optimizer state" in shown
+        assert re.search(r"predicted for training_step.* \((forward|backward)\):\n  a peak of [\d.]+ KiB", shown)
+        largest = re.findall(r"^  ([\d.]+) KiB: \S+ \(", shown, re.MULTILINE)
+        assert f"{5000 * 6 * 4 / 1024:.1f}" in largest  # alone, and as a part of what is gathered together
+        assert largest == sorted(largest, key=float, reverse=True)
+
+
+def test_one_rank_alone(worlds: Worlds) -> None:
+    endings = worlds(2).endings(fit_or_raise, "forward", "auto", (1,))
+    assert "RuntimeError" in str(endings[1]) and "a peak of" in str(endings[1])
+    assert "OtherRankError: rank 1 has failed: RuntimeError" in str(endings[0])
+    assert "a peak of" not in str(endings[0])
+
+
+def fit_or_raise(*args: Any) -> None:
+    """The process then ends, as it would."""
+    kind, shown = fit(*args)
+    raise AssertionError(f"{kind}: {shown}")
