@@ -2,7 +2,7 @@
 
 from lightning_autoparallel.checkpoint.background import BackgroundWriter, copied
 from lightning_autoparallel.checkpoint.consolidate import consolidate
-from lightning_autoparallel.checkpoint.location import Location
+from lightning_autoparallel.checkpoint.location import Location, put_back_in
 from lightning_autoparallel.checkpoint.optimizers import optimizer_state
 from lightning_autoparallel.checkpoint.safetensors_folder import CONFIG, SafetensorsFolder, write_safetensors
 from lightning_autoparallel.checkpoint.sharded import (
@@ -51,6 +51,7 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "own_checkpoint",
+    "put_back_in",
     "save_folder",
     "save_weights",
     "state_bytes",

@@ -15,6 +15,7 @@ from lightning_autoparallel.errors import CheckpointError
 
 TRAINER_STATE = "meta.pt"  # written last: a folder without it is no checkpoint
 TENSORS = ".metadata"
+_REPLACED = "replaced"  # ends the name of what is about to be replaced
 
 
 class Location:
@@ -89,7 +90,7 @@ class Location:
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
         """Inside, something is put in the place of what is here, which comes back where that fails."""
-        before = self._beside("replaced")
+        before = self._beside(_REPLACED)
         before.remove()
         if self.exists():
             Path(self.path).rename(before.path)
@@ -101,10 +102,23 @@ class Location:
 
     def put_back(self) -> None:
         """Where something was not replaced after all, or a rank was killed there, what was here; on one rank."""
-        before = self._beside("replaced")
+        before = self._beside(_REPLACED)
         if self.is_local and before.exists() and not self.exists():
             Path(before.path).rename(self.path)
 
     def _beside(self, what: str) -> Location:
         folder, _, name = self.path.rstrip("/").rpartition("/")
         return Location(f"{folder}/.{name}.{what}", self.options)
+
+
+def put_back_in(folder: str | os.PathLike[str]) -> None:
+    """Put back the checkpoints in ``folder`` that a rank was about to replace when it was killed; any rank may call it.
+
+    Who looks for the last checkpoint there (``ckpt_path="last"``) would find none.
+    """
+    location = Location(folder)
+    if not location.is_local or not location.is_folder():
+        return
+    for left in Path(location.path).glob(f".*.{_REPLACED}"):
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            location.child(left.name[1 : -len(_REPLACED) - 1]).put_back()

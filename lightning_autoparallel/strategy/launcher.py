@@ -13,25 +13,26 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from lightning_autoparallel.checkpoint import put_back_in
 from lightning_autoparallel.lightning_compat import (
     ClusterEnvironment,
     SubprocessScriptLauncher,
     Trainer,
     set_num_threads_if_needed,
 )
-from lightning_autoparallel.strategy.roll_call import LAUNCHED_BY, RollCall, say
+from lightning_autoparallel.strategy.roll_call import LAUNCHED_BY, PATIENCE_S, RollCall, say
 
 _LOOK_S = 0.5
-_PATIENCE_S = 30.0  # for other ranks to end by themselves, with errors of their own, once one has ended with a failure
 _BEFORE_RANKS_MEET_S = 5.0  # likewise, where they would wait for it to come
 _AFTER_SIGTERM_S = 5.0
+_AT_EXIT_S = 3.0  # for children that come to their end too to hear that this rank has ended well
 
 
 class RankLauncher(SubprocessScriptLauncher):
     """Lightning's launcher; processes of other launchers pass it too: what ``fit`` raises names the rank at fault.
 
-    Where a process that it started fails, the others have some seconds to end with errors of their own, and where the
-    first process fails, so have they; those that do not are killed, and said to be.
+    Where a process that it started fails, the others have half a minute to end with errors of their own, and so have
+    they where the first process has ended; those that do not are killed, and said to be.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class RankLauncher(SubprocessScriptLauncher):
         timeout: timedelta,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._roll_call, self._patience_s = roll_call, min(_PATIENCE_S, timeout.total_seconds())
+        self._roll_call, self._patience_s = roll_call, min(PATIENCE_S, timeout.total_seconds())
         self._failed = False
 
     @property
@@ -61,6 +62,9 @@ class RankLauncher(SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._start()
         set_num_threads_if_needed(num_processes=self.num_processes)
+        for callback in [] if trainer is None else trainer.checkpoint_callbacks:
+            if getattr(callback, "dirpath", None):
+                put_back_in(callback.dirpath)  # type: ignore[attr-defined]
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -80,7 +84,7 @@ class RankLauncher(SubprocessScriptLauncher):
 
     def _watch(self) -> None:
         """Until this process ends, or a child has failed."""
-        first = self.cluster_environment.node_rank() * self.num_processes + 1
+        first = self._first_child
         while True:
             time.sleep(_LOOK_S)
             codes = [process.poll() for process in self.procs]
@@ -94,16 +98,25 @@ class RankLauncher(SubprocessScriptLauncher):
             end_process(f"autoparallel: rank {first + failed} has failed ({text}): the others are ended", self.procs)
 
     def _end_children(self) -> None:
-        """At exit: after a failure no child is left to wait for this rank."""
+        """At exit: after a failure those that hang are ended, others see this process end; else they end too, or later.
+
+        Nothing is waited for that waits for this rank: gloo's connections last as long as the process.
+        """
         if not self._failed:
-            return
-        _wait(self.procs, self._patience_s)
-        for process in _running(self.procs):
-            say(f"autoparallel: process {process.pid}, which has not ended by itself after this one's error, is ended")
+            return _wait(self.procs, _AT_EXIT_S)
+        first = self._first_child
+        hanging = [process for i, process in enumerate(self.procs) if first + i in self._roll_call.not_heard_of]
+        for process in _running(hanging):
+            say(f"autoparallel: rank {first + self.procs.index(process)} hangs: its process {process.pid} is ended")
             process.terminate()
-        _wait(self.procs, _AFTER_SIGTERM_S)
-        for process in _running(self.procs):
+        _wait(hanging, _AFTER_SIGTERM_S)
+        for process in _running(hanging):
             process.kill()
+
+    @property
+    def _first_child(self) -> int:
+        """Its rank."""
+        return self.cluster_environment.node_rank() * self.num_processes + 1
 
 
 def end_process(reason: str, children: Sequence[subprocess.Popen[Any]]) -> None:

@@ -8,6 +8,7 @@ waits for a rank that will not come.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ _LOOK_S = 1.0
 _HEARD_S = 3.0  # for others to hear of an error of this rank, before its process and with it the store may end
 _ANSWER_S = 10.0  # for others to say that they run
 _AFTER_TIMEOUT_S = 30.0  # for a rank to end by the error of a collective that ran into the same timeout
+PATIENCE_S = 30.0  # for ranks to end by themselves, once the one that started them, or that they started, has
 _GONE = "is gone without a word: killed, or its machine has failed"
 _LONGEST = 500  # characters of an error's message
 _INNER = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
@@ -46,8 +48,14 @@ class RollCall:
         self._timeout_s, self._end_process = timeout.total_seconds(), end_process
         self._records: Records | None = None
         self._known: list[Failure] = []
+        self._not_heard_of: set[int] = set()
         self._stopped = threading.Event()
         self._rank = 0
+
+    @property
+    def not_heard_of(self) -> set[int]:
+        """Ranks that this one has waited for in vain, and that have not said that they wait themselves."""
+        return self._not_heard_of
 
     @property
     def runs(self) -> bool:
@@ -125,6 +133,7 @@ class RollCall:
         ended, answers = records.ended(), [one for one in records.answers() if one.rank not in accounted]
         silent = set(range(dist.get_world_size())) - accounted - ended - {one.rank for one in answers}
         late = [one for one in answers if not one.waits] or answers
+        self._not_heard_of = silent | {one.rank for one in answers if not one.waits}
         said = [
             *(f"rank {rank} has ended before" for rank in sorted(ended - accounted)[:8]),
             *(f"rank {rank} {_GONE}" for rank in sorted(silent)[:8]),
@@ -187,35 +196,48 @@ class _Watch:
                 return self._after_alarm()
 
     def _alarmed(self) -> bool:
-        if self._parent is not None and os.getppid() != self._parent:
+        if self._is_orphan:
             return True
         try:
+            if self._parent is not None and 0 in self._records.ended():
+                self._parent = None
             if not self._records.any_failure():
                 return False
+            self._roll_call.look()  # before others see that this rank has heard: then the store may end
             self._records.answer(self._answer())
         except dist.DistError:
             return False  # whoever held the store may have ended well
         return True
 
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether the process that started this one has ended, and not well."""
+        return self._parent is not None and os.getppid() != self._parent
+
     def _after_alarm(self) -> None:
         """Keep what is said, as the store may end, until this rank has left, or has to."""
-        start, said = time.monotonic(), False
+        start, said, orphan_since = time.monotonic(), False, math.inf
         while not self._stopped.wait(_LOOK_S):
-            passed = time.monotonic() - start
+            now = time.monotonic()
             known = self._roll_call.look()
-            mine = any(failure.rank == self._roll_call.rank for failure in known)
-            if passed > self._roll_call.timeout_s + _AFTER_TIMEOUT_S:
+            orphan_since = min(orphan_since, now) if self._is_orphan else math.inf
+            deadline = min(
+                start + self._roll_call.timeout_s + _AFTER_TIMEOUT_S,
+                orphan_since + min(PATIENCE_S, self._roll_call.timeout_s),
+            )
+            if now > deadline:
                 return self._roll_call.end_process(f"{self._why()}, and it is still at {self._answer().at}")
-            if passed > _ANSWER_S and not mine and not said:
+            mine = any(failure.rank == self._roll_call.rank for failure in known)
+            if now > start + _ANSWER_S and not mine and not said:
                 said = True
                 say(
                     f"autoparallel: {self._why()}. Rank {self._roll_call.rank} is at {self._answer().at}, and has "
-                    f"{timedelta(seconds=round(self._roll_call.timeout_s))} (timeout) to come from there"
+                    f"{timedelta(seconds=round(deadline - now))} to come from there"
                 )
 
     def _why(self) -> str:
-        if self._parent is not None and os.getppid() != self._parent:
-            return "rank 0, which started it, is gone"
+        if self._is_orphan:
+            return "the process that started it has ended"
         return self._roll_call.verdict() or "other ranks have waited for one that did not come"
 
     def _answer(self) -> Answer:

@@ -27,6 +27,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
+from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
 from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
@@ -129,10 +130,23 @@ class WorldStrategy(ParallelStrategy):
         device_id = self.root_device if self.root_device.type != "cpu" else None
         with one_gloo_thread():
             init_process_group(
-                self.cluster_environment, self.process_group_backend, timeout=self.timeout, device_id=device_id
+                self.cluster_environment,
+                self.process_group_backend,
+                timeout=self.timeout,
+                device_id=device_id,
+                store=self._own_store(),
             )
         # Lightning leaves gloo groups to the interpreter's exit, where their threads may abort the process.
         atexit.register(_destroy_process_groups)
+
+    def _own_store(self) -> dist.Store | None:
+        """By which ranks meet, if not by the one that torch makes."""
+        assert self.cluster_environment is not None
+        if dist.is_initialized() or not is_restartable():
+            return None
+        return store_of_attempt(
+            self.cluster_environment.global_rank(), self.cluster_environment.world_size(), self.timeout
+        )
 
     def _end_process(self, reason: str) -> None:
         assert isinstance(self._launcher, RankLauncher)

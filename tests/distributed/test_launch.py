@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import free_port, run
 
 SCRIPT = """
 import torch
@@ -43,35 +42,6 @@ STRATEGIES = {
         'mesh={"dp_shard": -1}, plan="fsdp", compile=False, process_group_backend="cpu:gloo")'
     ),
 }
-REPOSITORY = Path(__file__).parents[2]
-OURS = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_", "TORCHELASTIC")
-
-
-def run(*commands: list[str], **variables: str) -> list[str]:
-    """The outputs of commands that run side by side and must succeed, without the variables of another launch.
-
-    Each command is a node: its number is in NODE_RANK.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", MASTER_PORT=str(_free_port()), **variables)
-    started = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**environment, "NODE_RANK": str(node)},
-        )
-        for node, command in enumerate(commands)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
-    return outputs
 
 
 def script_in(folder: Path, strategy: str, devices: int, nodes: int) -> str:
@@ -82,12 +52,6 @@ def script_in(folder: Path, strategy: str, devices: int, nodes: int) -> str:
         text = text.replace(name, value)
     script.write_text(text)
     return str(script)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def check_steps(output: str) -> None:
@@ -109,7 +73,7 @@ def check_steps(output: str) -> None:
 )
 def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
     script = script_in(tmp_path, strategy, devices=2, nodes=1)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_free_port())]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     (output,) = run([sys.executable, *(torchrun if launcher == "torchrun" else []), script])
     check_steps(output)
 
@@ -118,7 +82,7 @@ def test_both_launchers(launcher, strategy, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
 def test_two_nodes_of_one_process(launcher, tmp_path: Path) -> None:
     script = script_in(tmp_path, "by object", devices=1, nodes=2)
-    port = str(_free_port())
+    port = str(free_port())
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-port", port]
     commands = [
         [sys.executable, *([*torchrun, "--node-rank", str(node)] if launcher == "torchrun" else []), script]
