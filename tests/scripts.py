@@ -5,20 +5,37 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 OURS = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_", "TORCHELASTIC")
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: its exit code, and what it has written."""
+
+    code: int
+    output: str
+
+
 def run(*commands: list[str], **variables: str) -> list[str]:
-    """The outputs of commands that run side by side and must succeed, without the variables of another launch.
+    """The outputs of commands that run side by side and must succeed, as ``started`` starts them."""
+    ended = started(*commands, **variables)
+    for one in ended:
+        assert one.code == 0, one.output
+    return [one.output for one in ended]
+
+
+def started(*commands: list[str], **variables: str) -> list[Ended]:
+    """How commands ended that run side by side, without the variables of another launch.
 
     Each command is a node: its number is in NODE_RANK.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()), **variables)
-    started = [
+    processes = [
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -29,13 +46,11 @@ def run(*commands: list[str], **variables: str) -> list[str]:
         for node, command in enumerate(commands)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
+        outputs = [process.communicate(timeout=270)[0] for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
-    return outputs
+    return [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def free_port() -> int:

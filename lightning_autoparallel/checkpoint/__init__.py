@@ -1,6 +1,6 @@
 """Checkpoints: folders with every rank's shards (``sharded.py``), and single files as one device has them."""
 
-from lightning_autoparallel.checkpoint.background import BackgroundWriter, copied
+from lightning_autoparallel.checkpoint.background import BackgroundWriter, copied, copied_but
 from lightning_autoparallel.checkpoint.consolidate import consolidate
 from lightning_autoparallel.checkpoint.location import Location, put_back_in
 from lightning_autoparallel.checkpoint.optimizers import optimizer_state
@@ -19,6 +19,7 @@ from lightning_autoparallel.checkpoint.single import (
     load_full_model_state,
     load_full_optimizer_state,
 )
+from lightning_autoparallel.checkpoint.single_file import write_file
 from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, state_bytes
 from lightning_autoparallel.checkpoint.stored import Part, StoredSpec, StoredTensors, fill_parts, own_checkpoint
 from lightning_autoparallel.checkpoint.together import first_rank_runs
@@ -38,6 +39,7 @@ __all__ = [
     "WeightsToCome",
     "consolidate",
     "copied",
+    "copied_but",
     "fill_parts",
     "first_rank_runs",
     "folder_of",
@@ -55,5 +57,6 @@ __all__ = [
     "save_folder",
     "save_weights",
     "state_bytes",
+    "write_file",
     "write_safetensors",
 ]

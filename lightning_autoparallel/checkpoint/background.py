@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
+from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 
 class BackgroundWriter:
@@ -59,7 +62,15 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     """A copy on the host of all tensors, which training does not change."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
-        made: Any = stager.stage(state)
+        copy_on_host: Any = stager.stage(state)
     finally:
         stager.close()
-    return dict(made)
+    return dict(copy_on_host)
+
+
+def copied_but(made: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
+    """The same where there are no shards; tensors ``made`` for it, which nobody else has, are in it themselves."""
+    own = {id(tensor): tensor for tensor in made}
+    others = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and id(leaf) not in own]
+    copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in others}
+    return copy.deepcopy(state, {**own, **copies})

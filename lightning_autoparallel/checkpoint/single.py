@@ -16,25 +16,35 @@ from lightning_autoparallel.lightning_compat import LightningOptimizer
 from lightning_autoparallel.torch_compat.tree import tree_map
 
 
-def full_model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """``module.state_dict()`` with whole tensors on the CPU; every rank calls it, those without ``keep`` get {}."""
+def full_model_state(module: nn.Module, keep: bool, made: list[Tensor] | None = None) -> dict[str, Any]:
+    """``module.state_dict()`` with whole tensors on the CPU; every rank calls it, those without ``keep`` get {}.
+
+    Those that share nothing with the module are added to ``made``.
+    """
     state = module.state_dict()
-    whole = OrderedDict(_gathered(state, keep))
+    whole = OrderedDict(_gathered(state, keep, made))
     if keep:  # with the modules' versions, which say how old files are to be read
         whole._metadata = state._metadata  # type: ignore[attr-defined]
     return whole
 
 
-def full_optimizer_state(optimizer: Optimizer | LightningOptimizer, keep: bool) -> dict[str, Any]:
+def full_optimizer_state(
+    optimizer: Optimizer | LightningOptimizer, keep: bool, made: list[Tensor] | None = None
+) -> dict[str, Any]:
     """``optimizer.state_dict()``, which numbers parameters, with whole tensors on the CPU; as ``full_model_state``."""
-    return _gathered(optimizer.state_dict(), keep)
+    return _gathered(optimizer.state_dict(), keep, made)
 
 
-def _gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def _gathered(state: Mapping[str, Any], keep: bool, made: list[Tensor] | None) -> dict[str, Any]:
     def gather(leaf: Any) -> Any:
         # Every rank takes part in every gather; only the one that writes keeps what it got.
         whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        return whole.detach().cpu() if keep and isinstance(whole, Tensor) else whole if keep else None
+        if not keep or not isinstance(whole, Tensor):
+            return whole if keep else None
+        on_host = whole.detach().cpu()
+        if made is not None and _storage(on_host) != _storage(leaf):
+            made.append(on_host)
+        return on_host
 
     whole = tree_map(gather, dict(state))
     return whole if keep else {}
@@ -71,3 +81,8 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
         optimizer.load_state_dict({**state, "state": cut})
     except ValueError as error:
         raise CheckpointError(f"the checkpoint does not fit the optimizer: {error}") from error
+
+
+def _storage(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

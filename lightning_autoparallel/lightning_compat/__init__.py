@@ -29,6 +29,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.overrides import distributed as samplers
+    from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import (
@@ -59,6 +60,7 @@ else:
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.overrides import distributed as samplers
+    from pytorch_lightning.plugins import TorchCheckpointIO
     from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import (
@@ -184,6 +186,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TensorBoardLogger",
     "ThroughputMonitor",
+    "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
     "all_gather_if_available",

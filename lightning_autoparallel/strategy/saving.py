@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.apply import gathered
@@ -17,6 +18,7 @@ from lightning_autoparallel.checkpoint import (
     BackgroundWriter,
     Location,
     copied,
+    copied_but,
     first_rank_runs,
     folder_of,
     full_model_state,
@@ -29,10 +31,12 @@ from lightning_autoparallel.checkpoint import (
     optimizer_state,
     save_folder,
     state_bytes,
+    write_file,
 )
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import CheckpointError, ConfigError
 from lightning_autoparallel.lightning_compat import (
+    TorchCheckpointIO,
     Trainer,
     rank_zero_info,
     rank_zero_warn,
@@ -69,6 +73,7 @@ class SavingStrategy(WorldStrategy):
         self._weights_only: bool | None = None
         self._writer = BackgroundWriter(timeout) if async_save else None
         self._as_folder: bool | None = None  # what the last checkpoint was
+        self._made: list[Tensor] = []  # for the next file, by gathering
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -93,14 +98,20 @@ class SavingStrategy(WorldStrategy):
         self._come_together(self.lightning_module.trainer)
         if self._choose_kind():
             return model_state(self.lightning_module)
-        return full_model_state(self.lightning_module, keep=self.is_global_zero)
+        self._made.clear()
+        return full_model_state(self.lightning_module, keep=self.is_global_zero, made=self._made_here)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's shards of an optimizer's state, or for a single file the whole state on rank 0."""
         assert self.lightning_module is not None
         if self._choose_kind() if self._as_folder is None else self._as_folder:
             return optimizer_state(self.lightning_module, optimizer)
-        return full_optimizer_state(optimizer, keep=self.is_global_zero)
+        return full_optimizer_state(optimizer, keep=self.is_global_zero, made=self._made_here)
+
+    @property
+    def _made_here(self) -> list[Tensor] | None:
+        """Where to note tensors that need no copy, if there are any copies."""
+        return None if self._writer is None else self._made
 
     def _come_together(self, trainer: Trainer) -> None:
         """Make sure that all ranks save: what is gathered from ranks that do something else would be anything.
@@ -151,13 +162,15 @@ class SavingStrategy(WorldStrategy):
         path = self.broadcast(str(filepath))
         random_state = {} if self._engine is None else self._engine.random_state
         group = None if self._writer is None else self._writer.group
+        made, self._made = self._made, []
         keep: Callable[[dict[str, Any]], dict[str, Any]] = dict if self._writer is None else copied
         if self._as_folder:
             tensors, beside = folder_of(checkpoint, random_state)
             write = partial(save_folder, keep(tensors), keep(beside), Location(path, storage_options), group)
         else:
             # callbacks may have put shards of their own there
-            whole = keep({**gathered(checkpoint), RANDOM_STATE: random_state})
+            whole = {**gathered(checkpoint), RANDOM_STATE: random_state}
+            whole = whole if self._writer is None else copied_but(made, whole)
             write = partial(first_rank_runs, partial(self._write_file, whole, path, storage_options), group)
         write() if self._writer is None else self._writer.submit(write)
 
@@ -169,7 +182,10 @@ class SavingStrategy(WorldStrategy):
         if was_larger and not location.is_local:
             location.remove()
         with location.replaced() if was_larger and location.is_local else contextlib.nullcontext():
-            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+            if type(self.checkpoint_io) is TorchCheckpointIO and location.is_local and storage_options is None:
+                write_file(whole, location)
+            else:
+                self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or folder, once what is to take its place is written."""
@@ -196,6 +212,7 @@ class SavingStrategy(WorldStrategy):
 
     def end_saving(self) -> None:
         """Wait for the last checkpoint; where training has failed, its error is the one to be raised."""
+        self._made.clear()
         try:
             self.wait_for_checkpoint()
         except CheckpointError as error:

@@ -74,8 +74,9 @@ class AutoParallelStrategy(SavingStrategy):
         max_captures: how many kinds of batches and branches of a step are captured before it runs in forward mode, or,
             where ``capture="step"`` asks for whole steps only, is captured from the start again.
         dump_dir: where to write graphs before and after each pass, and reports.
-        process_group_backend: NCCL on CUDA and gloo on CPU unless given.
-        timeout: of collectives.
+        process_group_backend: NCCL on CUDA and gloo on CPU unless given; ``"cpu:gloo,cuda:nccl"`` names one for each
+            type of device.
+        timeout: of collectives, and for ranks to end once another has failed.
         batch_dims: for leaves whose dim 0 is wrongly taken (or not taken) for the batch: globs over leaf paths to 0
             or null.
         disabled_passes: graph passes to leave out, by name.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 from lightning_autoparallel.checkpoint import consolidate
 from tests.conformance.failing import AT, HOWS, WHERES, Fault, fit
+from tests.scripts import started
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
@@ -38,6 +42,18 @@ AT_FAULT = {
 ITS_END = {"raises": "ValueError: a fault of the test", "killed": "exit code -9", "hangs": "exit code 1"}
 
 
+# how, rank, launcher
+LAUNCHED = [
+    ("raises", 0, "lightning"),
+    ("killed", 1, "lightning"),
+    ("hangs", 1, "lightning"),
+    ("hangs", 0, "lightning"),
+    ("killed", 0, "torchrun"),
+    ("raises", 1, "torchrun"),
+]
+MARK = "TEST_OF_FAILURES"
+
+
 def step_saved(path: Path) -> Any:
     """The step at which the checkpoint was saved, all of which is read."""
     if path.is_dir():
@@ -56,3 +72,32 @@ def test_the_others_end_and_name_the_rank(fault: Fault, worlds: Worlds, tmp_path
     assert AT_FAULT[fault.how].format(fault.rank) in other["text"]
     before = AT - 1 if fault.where == "saving" else AT
     assert step_saved(tmp_path / "run.ckpt") in ([AT - 1, AT] if ASYNC[0] in fault.options else [before])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes where Linux has them")
+@pytest.mark.parametrize(("how", "rank", "launcher"), LAUNCHED)
+def test_no_process_is_left(how: str, rank: int, launcher: str, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] * (launcher == "torchrun")
+    script = ["-m", "tests.conformance.failing", str(tmp_path), how, "hook", str(rank), "60"]
+    (ended,) = started([sys.executable, *torchrun, *script], **{MARK: str(tmp_path)})
+    assert ended.code != 0
+    deadline = time.monotonic() + 60
+    while left := marked(str(tmp_path)):
+        assert time.monotonic() < deadline, left
+        time.sleep(1)
+    other = json.loads((tmp_path / f"rank{1 - rank}.json").read_text())
+    assert other["kind"] == "OtherRankError"
+    assert f"rank {rank} " in other["text"]
+    assert step_saved(tmp_path / "run.ckpt") == AT
+
+
+def marked(mark: str) -> list[str]:
+    """Processes that were started for this test."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+    return found
