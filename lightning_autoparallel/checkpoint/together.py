@@ -21,7 +21,7 @@ def first_rank_runs(action: Callable[[], None], group: Any = None) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(said, 0, group=group)
     if said[0] is not None:
-        raise CheckpointError(said[0]) from error
+        raise CheckpointError(said[0] if error is not None else f"rank 0 has failed: {said[0]}") from error
 
 
 def _error_of(action: Callable[[], None]) -> Exception | None:

@@ -215,7 +215,7 @@ class SavingStrategy(WorldStrategy):
         self._made.clear()
         try:
             self.wait_for_checkpoint()
-        except CheckpointError as error:
+        except Exception as error:
             if not self._failed:
                 raise
             rank_zero_warn(f"autoparallel: the last checkpoint could not be written: {error}")
