@@ -16,11 +16,25 @@ def write_file(whole: Mapping[str, Any], location: Location) -> None:
     """Write a file, which is there when it is whole: Lightning's own writer holds all of its bytes first.
 
     ``location`` is local, and no folder is there.
+
+    Raises:
+        OSError: it could not be written; what was there stays.
     """
     staging = Path(location.staging().path)
     staging.parent.mkdir(parents=True, exist_ok=True)
     try:
-        torch.save(whole, staging)
+        with staging.open("wb") as file:
+            torch.save(whole, file)
         os.replace(staging, location.path)
+    except RuntimeError as error:
+        raise _of_the_system(error) from error
     finally:
         staging.unlink(missing_ok=True)
+
+
+def _of_the_system(error: BaseException) -> BaseException:
+    """That the disk is full, or the like, which torch only says to have come with its own error."""
+    current: BaseException | None = error
+    while current is not None and not isinstance(current, OSError):
+        current = current.__cause__ or current.__context__
+    return current or error

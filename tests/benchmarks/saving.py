@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.worlds import World
 
 SAVES = 4
 KINDS = {"folder": True, "file": False}
+MODES = {"synchronous": False, "asynchronous": True}
 LAYERS = 6
 
 
@@ -147,28 +149,33 @@ def _fit(width: int, options: dict[str, Any], callback: Any, resume_from: str | 
     trainer.fit(module, ckpt_path=resume_from)
 
 
-def table(width: int) -> list[str]:
-    """Lines to print."""
-    world, lines = World(2), []
+def measured(width: int) -> dict[tuple[str, str], Cost]:
+    """What either kind costs either way, by kind and mode: the most of both ranks."""
+    world, found = World(2), {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind, as_folder in KINDS.items():
-            seconds: list[float] = []
-            for mode, in_background in (("synchronous", False), ("asynchronous", True)):
-                ranks = world.run(cost, width, as_folder, in_background, str(Path(folder, f"{kind}-{mode}.ckpt")))
-                seconds.append(max(rank.blocked_s for rank in ranks))
-                share = max(rank.share_bytes for rank in ranks)
-                saving, loading = (
-                    max(getattr(rank, name) for rank in ranks) for name in ("saving_bytes", "loading_bytes")
-                )
-                lines.append(
-                    f"{kind}, {mode}: a step waits {seconds[-1]:.3f} s; the rank's share is {share / 1e6:.1f} MB, "
-                    f"saving needs {saving / 1e6:.1f} MB ({saving / share:.2f} of it), "
-                    f"loading {loading / 1e6:.1f} MB ({loading / share:.2f})"
-                )
-            lines.append(f"{kind}: a step waits {seconds[1] / seconds[0]:.2f} times as long for an asynchronous save")
+        for (kind, as_folder), (mode, in_background) in itertools.product(KINDS.items(), MODES.items()):
+            ranks = world.run(cost, width, as_folder, in_background, str(Path(folder, f"{kind}-{mode}.ckpt")))
+            names = [field.name for field in fields(Cost)]
+            found[kind, mode] = Cost(**{name: max(getattr(rank, name) for rank in ranks) for name in names})
     world.stop()
+    return found
+
+
+def table(costs: dict[tuple[str, str], Cost]) -> list[str]:
+    """Lines to print."""
+    lines = []
+    for (kind, mode), one in costs.items():
+        share = one.share_bytes
+        lines.append(
+            f"{kind}, {mode}: a step waits {one.blocked_s:.3f} s; the rank's share is {share / 1e6:.1f} MB, "
+            f"saving needs {one.saving_bytes / 1e6:.1f} MB ({one.saving_bytes / share:.2f} of it), "
+            f"loading {one.loading_bytes / 1e6:.1f} MB ({one.loading_bytes / share:.2f})"
+        )
+    for kind in KINDS:
+        waits, goes_on = (costs[kind, mode].blocked_s for mode in MODES)
+        lines.append(f"{kind}: a step waits {goes_on / waits:.2f} times as long for an asynchronous save")
     return lines
 
 
 if __name__ == "__main__":
-    print("\n".join(table(*(int(argument) for argument in sys.argv[1:] or ("1440",)))))
+    print("\n".join(table(measured(*(int(argument) for argument in sys.argv[1:] or ("1440",))))))

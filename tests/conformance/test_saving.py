@@ -135,6 +135,7 @@ def fail(path: str, options: dict[str, Any], at: tuple[int, ...]) -> tuple[str, 
 
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         calls.append(1)
+        self.wait_for_checkpoint()  # the first is to succeed
         if len(calls) == 2 and dist.get_rank() == (1 if options.get("save_distributed_checkpoint") else 0):
             self.wait_for_checkpoint()  # the first one may be on its way
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
