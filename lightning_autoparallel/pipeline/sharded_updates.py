@@ -5,9 +5,10 @@ element, are missing for some operators, and add up products of matrices in part
 ``ShardedUpdates`` is open, calls on DTensors are made as one device makes them:
 
 - element by element: on this rank's parts, nothing is sent;
-- sums and norms: of the parts, then of all ranks, in float32 at least;
-- whatever else, products of matrices say: on whole tensors, gathered for the call. Every rank computes the result, and
-  what follows from it alone is computed whole; what is written into a shard is cut.
+- sums and norms: of the parts, then of all ranks;
+- whatever else, products of matrices say, and sums in 16 bits, which would be rounded in parts: on whole tensors,
+  gathered for the call. Every rank computes the result, and what follows from it alone is computed whole; what is
+  written into a shard is cut.
 
 Random numbers are those of rank 0.
 """
@@ -95,6 +96,8 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharde
         return func(*args, **kwargs)
     if any(placement.is_partial() for tensor in sharded for placement in tensor.placements):
         return _on_wholes(func, args, kwargs, sharded[0])  # gradients that wait
+    if (func in _MEANS or packet in _ADDS_UP) and _is_narrow(sharded[0].dtype):
+        return _on_wholes(func, args, kwargs, sharded[0])
     if func in _MEANS:
         return _mean(func, args, kwargs, sharded[0])
     if is_random(func) or not (_is_elementwise(func) or _is_reduction(func)):
@@ -120,6 +123,10 @@ def _is_elementwise(func: Any) -> bool:
 def _is_reduction(func: Any) -> bool:
     is_listed = func in _REDUCES_ALL or func.overloadpacket in _REDUCES
     return is_listed or func.__name__.startswith(_REDUCES_LISTS)
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _is_whole(tensor: DTensor) -> bool:
@@ -198,26 +205,21 @@ def _shard(part: Tensor, like: DTensor) -> DTensor:
 
 
 def _by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sample: DTensor) -> Any:
-    """As torch does it: sums of all ranks' parts, in float32 what would be rounded; tensors of several shapes.
+    """As torch does it: sums of all ranks' parts; tensors of several shapes.
 
     Raises:
         RuntimeError: there is no rule.
     """
     promoted, named = tree_map(lambda leaf: _promoted(leaf, sample), (args, kwargs))
-    dtype = sample.dtype
-    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
-    if is_narrow and func.overloadpacket in _ADDS_UP and kwargs.get("dtype") is None:
-        return _all_reduced(func(*promoted, **{**named, "dtype": torch.float32})).to(dtype)
     return tree_map(_all_reduced, func(*promoted, **named))
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: DTensor) -> Any:
     """The sum divided by the count: ranks' own means are of unequal parts."""
     named = named_arguments(func, args, kwargs)
-    dims, dtype = named.get("dim"), named.get("dtype") or tensor.dtype
-    wide = {"dtype": torch.promote_types(dtype, torch.float32)}
-    total = _dispatched(aten.sum.dim_IntList, (tensor, dims, named.get("keepdim", False)), wide, [tensor])
-    return (total / math.prod(tensor.shape[dim] for dim in dims or range(tensor.dim()))).to(dtype)
+    dims, dtype = named.get("dim"), {"dtype": named.get("dtype")}
+    total = _dispatched(aten.sum.dim_IntList, (tensor, dims, named.get("keepdim", False)), dtype, [tensor])
+    return total / math.prod(tensor.shape[dim] for dim in dims or range(tensor.dim()))
 
 
 def _promoted(leaf: Any, sample: DTensor) -> Any:
@@ -258,7 +260,7 @@ def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sample:
     wholes: dict[int, Tensor] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, DTensor) and id(leaf) not in wholes:
-            wholes[id(leaf)] = leaf.to_local() if _is_whole(leaf) else leaf.full_tensor()
+            wholes[id(leaf)] = leaf.to_local() if _is_whole(leaf) else _gathered(leaf)
     given = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (args, kwargs))
     result = func(*given[0], **given[1])
     changed = written(func, args, kwargs)
@@ -274,6 +276,15 @@ def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sample:
     if shows_argument(func):
         _remember(result, args[0], wholes.get(id(args[0])))
     return result
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    """The whole, laid out as one device has it, by which products are rounded."""
+    whole = tensor.full_tensor()
+    if whole.stride() == tensor.stride():
+        return whole
+    laid_out = torch.empty_strided(whole.shape, tensor.stride(), dtype=whole.dtype, device=whole.device)
+    return laid_out.copy_(whole)
 
 
 def _everywhere(whole: Tensor, sample: DTensor) -> DTensor:
