@@ -217,7 +217,10 @@ class WorldStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """A tensor reduced over ``group``, the data-parallel ranks unless given; anything else as it is."""
+        """A tensor reduced over ``group``; anything else as it is.
+
+        Unless a group is given, over the data-parallel ranks, and then averaged over those that have the same rows.
+        """
         if not isinstance(tensor, Tensor) or group is ALREADY_GLOBAL:
             return tensor
         if group is not None or self._mesh is None:

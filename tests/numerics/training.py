@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,11 +166,17 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
         parameters={name: full(parameter) for name, parameter in module.named_parameters()},
         buffers={name: full(buffer) for name, buffer in module.named_buffers()},
         measured=dict(strategy.measured_launches) if strategy is not None else {},
-        predicted=strategy.reports["training_step"].launches() if strategy is not None else {},
+        predicted=_reported(strategy) if strategy is not None else {},
         clipping=launches.counts,
         steps=by_steps.training,
         validation_steps=by_steps.validation,
     )
+
+
+def _reported(strategy: Any) -> dict[str, int]:
+    """Launches of the last step, which reduces what earlier micro-batches have left."""
+    reports = [strategy.reports[name] for name in ("training_step", "gradient_reduction") if name in strategy.reports]
+    return dict(sum((Counter(report.launches()) for report in reports), Counter()))
 
 
 def quiet_trainer(devices: int, strategy: Any, callbacks: list[Callback], **options: Any) -> Trainer:
