@@ -205,7 +205,7 @@ CASES = [(kind, "2") for kind in (*DEFAULT, StopsByThreshold, Rates, RatesByEpoc
 CASES += [(Finetunes, "2x2"), (Stops, "2x2"), (FinetunesDdp, "2"), (FinetunesFrozenNorm, "2")]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), tiered(CASES, lambda case: case[0] in DEFAULT and case[1] == "2"))
+@pytest.mark.parametrize(("kind", "mesh"), tiered(CASES, lambda case: case[0] in DEFAULT[:2] and case[1] == "2"))
 def test_callbacks_do_what_they_do_on_one_device(kind: type[Watched], mesh: str, worlds: Worlds) -> None:
     expected = train(kind, None)
     size = {"1": 1, "2": 2}.get(mesh, 4)

@@ -33,7 +33,7 @@ OTHERS = [
     *(Fault(how, "hook", rank=0) for how in HOWS),
     *(Fault(how, "step", options=MODULES) for how in HOWS),
 ]
-DEFAULT = {"raises-validation-rank1", "killed-hook-rank0", "hangs-saving-rank1-save_distributed_checkpoint"}
+DEFAULT = {"raises-validation-rank1", "killed-hook-rank0"}  # one that hangs takes a minute of waiting
 AT_FAULT = {
     "raises": "rank {} has failed: ValueError: a fault of the test (failing.py:",
     "killed": "rank {} is gone without a word: killed",

@@ -302,7 +302,7 @@ def run(name: str, ranks: int | None) -> dict[str, Any]:
 
 
 CASES = [(name, ranks) for name in RUNS for ranks in (1, 2)]
-IN_DEFAULT = ("every loop", "strided batches", "handed out once", "across epochs", "uneven validation")
+IN_DEFAULT = ("every loop", "strided batches", "handed out once")
 
 
 @pytest.mark.parametrize(("name", "ranks"), tiered(CASES, lambda case: case[1] == 2 and case[0] in IN_DEFAULT))
