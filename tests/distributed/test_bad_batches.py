@@ -36,7 +36,7 @@ class UnevenThird(_Uneven):
     at = 2
 
 
-@pytest.mark.parametrize("kind", [UnevenFirst, UnevenThird])
+@pytest.mark.parametrize("kind", [pytest.param(UnevenFirst, marks=pytest.mark.matrix), UnevenThird])
 def test_ranks_with_different_numbers_of_rows(kind, worlds: Worlds) -> None:
     for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
         assert text.startswith(
