@@ -20,6 +20,7 @@ from lightning_autoparallel.errors import (
     OtherRankError,
     RanksDifferError,
 )
+from lightning_autoparallel.fx.values import digest
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
 
@@ -202,7 +203,7 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
                 f"{theirs.name} on {theirs.batch}; {_remedy(first.shapes, theirs.shapes)}"
             )
     for rank, theirs in enumerate(everyone):
-        for path in [path for path, digest in first.values.items() if theirs.values.get(path) != digest]:
+        for path in [path for path, mine in first.values.items() if theirs.values.get(path) != mine]:
             raise RanksDifferError(
                 f"batch leaf '{path}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, "
                 f"so it is replicated; give all ranks the same values, or set batch_dims={{'{path}': 0}}"
@@ -272,20 +273,12 @@ def check_same_rows(control: ControlGroup, shard: int, digests: Mapping[str, str
     first_of: dict[int, tuple[int, Mapping[str, str]]] = {}
     for rank, (other, theirs) in enumerate(control.gather((shard, digests))):
         first, expected = first_of.setdefault(other, (rank, theirs))
-        for path in [path for path, digest in expected.items() if theirs.get(path) != digest]:
+        for path in [path for path, mine in expected.items() if theirs.get(path) != mine]:
             raise ConfigError(
                 f"ranks {first} and {rank} share batch shard {other} but hold different rows in batch leaf "
                 f"'{path or 'batch'}': only dp_* axes divide the batch; let the Trainer make the sampler, or give "
                 "yours **strategy.distributed_sampler_kwargs and the same seed on every rank"
             )
-
-
-def digest(tensor: Tensor) -> str:
-    """A tensor's values in few characters."""
-    if not tensor.numel():
-        return ""
-    values = tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(values, digest_size=8).hexdigest()
 
 
 def _message(error: Exception) -> str:

@@ -55,12 +55,12 @@ from lightning_autoparallel.errors import (
     StepFailedError,
     TooManyCapturesError,
 )
+from lightning_autoparallel.fx.values import digest
 from lightning_autoparallel.pipeline.agreement import (
     StepIdentity,
     check_same_call,
     check_same_rows,
     check_same_step,
-    digest,
 )
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients

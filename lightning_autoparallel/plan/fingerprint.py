@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.values import digest
 
 
 def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan) -> list[str]:
@@ -17,7 +15,7 @@ def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan) -> list[str]:
     The two parts are separated by a tab; the first is for error messages only. Tensors that the program of the whole
     batch has found in Python are compared by their values, as numbers are.
     """
-    lines = [] if captured.local else [f"{name}\t{_digest(value)}" for name, value in captured.constants.items()]
+    lines = [] if captured.local else [f"{name}\t{digest(value)}" for name, value in captured.constants.items()]
     for node in captured.graph_module.graph.nodes:
         if node.op == "output":
             lines.append(f"output\t{node.args}")
@@ -30,11 +28,6 @@ def call_text(node: fx.Node) -> str:
     """A node's name, operator, arguments, dtypes and shapes."""
     shapes = [f"{value.dtype}{list(value.shape)}" for value in fxn.values(node) if value is not None]
     return f"{node.name} = {node.target}{node.args}{dict(node.kwargs)} {shapes}"
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def first_difference(mine: list[str], others: list[list[str]]) -> tuple[int, str] | None:
