@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_autoparallel.checkpoint.location import Location
 from lightning_autoparallel.checkpoint.optimizers import numbered, room_for
 from lightning_autoparallel.checkpoint.sharded import MODEL, OPTIMIZER, opened
+from lightning_autoparallel.checkpoint.single_file import write_file
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.torch_compat.dcp import LoadPlanner, put
 
@@ -40,6 +39,4 @@ def consolidate(folder: str, file: str, weights_only: bool | None = None) -> Non
     if optimizers:
         names = {key: [group["params"] for group in state[key]["param_groups"]] for key in optimizers}
         whole["optimizer_states"] = [numbered(state[key], names[key]) for key in optimizers]
-    part = f"{file}.part"
-    torch.save(whole, part)
-    os.replace(part, file)
+    write_file(whole, Location(file))

@@ -60,7 +60,7 @@ class Location:
             self.file_system.rm(self.path, recursive=True)
 
     def staging(self) -> Location:
-        """Where to write a folder before ``publish``: beside it, or, where nothing can be renamed, right here."""
+        """Where to write before ``publish``: beside it, or, where nothing can be renamed, right here."""
         return self._beside("writing") if self.is_local else self
 
     def prepare(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from lightning_autoparallel.checkpoint.location import Location
 from lightning_autoparallel.checkpoint.sharded import MODEL, save_folder
+from lightning_autoparallel.checkpoint.single_file import write_file
 from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES
 from lightning_autoparallel.checkpoint.stored import StoredTensors
 from lightning_autoparallel.errors import CheckpointError
@@ -53,7 +53,5 @@ def save_weights(
         return True
     if Path(out).is_dir():
         raise CheckpointError(f"{out} is a folder: name a file")
-    part = f"{out}.part"
-    torch.save({**beside, "state_dict": {name: made(name) for name in on_meta}}, part)
-    os.replace(part, out)
+    write_file({**beside, "state_dict": {name: made(name) for name in on_meta}}, Location(out))
     return False
