@@ -48,7 +48,7 @@ _LISTS = ("_foreach_", "_fused_")
 _SHOWN = "_autoparallel_shown"  # on a tensor that shows part of a gathered one: that, and whose it is
 
 
-# Torch's own rules do for all that these call, and cost a fifth of the time.
+# Torch's own rules do for all that these call, and take less time.
 _BY_TORCH = {getattr(torch.optim, name) for name in ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam")}
 _BY_TORCH_UNFUSED = {torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD}
 

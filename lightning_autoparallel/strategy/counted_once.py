@@ -95,7 +95,7 @@ def _counted_call(
     metric: nn.Module, call: Callable[..., Any], rows: RowsOfBatch, scopes: MetricScopes
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with scopes.updating_with_common(metric) if rows.some_own else scopes.updating(metric, True, user_line()):
+        with scopes.updating_with_common(metric, rows.some_own, user_line()):
             return call(*args, **kwargs)
 
     return run

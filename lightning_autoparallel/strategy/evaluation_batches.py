@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from lightning_autoparallel.lightning_compat import batch_samplers_that_keep_indices, injected_samplers
 
-_MOST_COMMON = 4  # times a rank's rows of a batch: what every rank evaluates of the last rows at once
+_MOST_COMMON = 4  # times a rank's rows of a batch, where those are several: what every rank evaluates at once
 
 
 class EvaluationBatches(Sampler[list[int]]):
@@ -70,7 +70,7 @@ class EvaluationBatches(Sampler[list[int]]):
 
     def _parts(self, rest: int) -> list[tuple[int, bool]]:
         """How many of the last rows come in each batch, and whether it is common."""
-        ranks, most = self.sampler.num_replicas, max(1, _MOST_COMMON * self.batch_size if self.batch_size > 1 else 1)
+        ranks, most = self.sampler.num_replicas, 1 if self.batch_size == 1 else _MOST_COMMON * self.batch_size
         if self.drop_last or rest == 0:
             return []
         if rest % ranks == 0 or self._pads():
@@ -91,7 +91,7 @@ class EvaluationBatches(Sampler[list[int]]):
     def _own(self, rows: list[int]) -> list[int]:
         """This rank's rows, as many as any rank's."""
         rank, ranks = self.sampler.rank, self.sampler.num_replicas
-        filled = [*rows, *rows[: -len(rows) % ranks]] if len(rows) >= ranks else [*rows, *rows[-1:] * ranks][:ranks]
+        filled = [*rows, *itertools.islice(itertools.cycle(rows), -len(rows) % ranks)]
         return filled[rank::ranks]
 
 

@@ -23,7 +23,7 @@ from lightning_autoparallel.lightning_compat import (
 from lightning_autoparallel.strategy.roll_call import LAUNCHED_BY, PATIENCE_S, RollCall, say
 
 _LOOK_S = 0.5
-_BEFORE_RANKS_MEET_S = 5.0  # likewise, where they would wait for it to come
+_BEFORE_RANKS_MEET_S = 5.0  # for others to end, where they would wait for the one that has failed to come
 _AFTER_SIGTERM_S = 5.0
 _AT_EXIT_S = 3.0  # for children that come to their end too to hear that this rank has ended well
 

@@ -91,9 +91,15 @@ class MetricScopes:
         return self._covers_all.get(id(metric), False)
 
     @contextlib.contextmanager
-    def updating_with_common(self, metric: nn.Module) -> Iterator[None]:
-        """Around an update or forward of ``metric`` with rows that every rank holds: one rank counts them."""
+    def updating_with_common(self, metric: nn.Module, some_own: bool, line: str) -> Iterator[None]:
+        """Around an update or forward of ``metric`` with rows that every rank holds: one rank counts them.
+
+        Where ranks have no others (not ``some_own``), each counts all: metrics cannot join states of none.
+        """
         with contextlib.ExitStack() as stack:
+            if not some_own:
+                yield stack.enter_context(self.updating(metric, True, line))
+                return
             if not self.counts_common:
                 stack.enter_context(state_kept(metric))
             for member in metric.modules():

@@ -157,9 +157,7 @@ class LightningEffects:
         if call.updates is None:
             return contextlib.nullcontext()
         if rows.common and not (self._whole_batch and self._scopes.covers_all(call.updates)):
-            if rows.some_own:
-                return self._scopes.updating_with_common(call.updates)
-            return self._scopes.updating(call.updates, True, call.line)
+            return self._scopes.updating_with_common(call.updates, rows.some_own, call.line)
         if not self._whole_batch:
             return contextlib.nullcontext()
         return self._scopes.updating(call.updates, all(whole[slot] for slot in call.slots()), call.line)
