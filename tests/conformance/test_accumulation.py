@@ -9,34 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.callbacks import CollectiveMonitor
 from lightning_autoparallel.errors import ConfigError
-from tests.distributed.jobs import MESH, Net, Outcome, assert_equals_one_device, train
+from tests.distributed.jobs import MESH, Net, Outcome, Uneven, assert_equals_one_device, train
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 
 
-class Accumulated(Net):
+class Accumulated(Uneven):
     """Windows of three micro-batches, the last one of two; rows that divide by nothing, a scalar."""
 
     steps = 8
     epochs = 2
     trainer_options: ClassVar[Mapping[str, Any]] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.unused = nn.Parameter(torch.ones(3, 2))
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self.net(x) * self.scale, y)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-1)

@@ -23,30 +23,18 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from tests.conformance.saved import MESHES, RULES
-from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
+from tests.distributed.jobs import MESH, Validated, assert_equals_one_device, failure, train
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 
 
-class Watched(Net):
+class Watched(Validated):
     """Validates after each epoch; ``callback`` is looked at afterwards."""
 
     epochs = 3
     callback: Any
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.loss(batch))
-
-    def val_dataloader(self):
-        mesh = getattr(self.trainer.strategy, "mesh", None)
-        return self.loader(*((0, 1) if mesh is None else (mesh.data_parallel_rank, mesh.data_parallel_size)))
 
     def make(self) -> Callback:
         raise NotImplementedError

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.torch_compat.tree import tree_map
-from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
+from tests.distributed.jobs import MESH, Net, Uneven, assert_equals_one_device, failure, train
 from tests.numerics.training import full
 from tests.tiers import tiered
 from tests.worlds import Worlds
@@ -81,22 +80,12 @@ class Noisy(Normed):
         return loss
 
 
-class OneOf(Net):
-    """Rows that divide by nothing, a scalar, a parameter that no gradient reaches."""
+class OneOf(Uneven):
+    """Trains by one optimizer."""
 
     make: ClassVar[Callable[..., Optimizer]]
     matrices = False
     steps = 5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.unused = nn.Parameter(torch.ones(3, 2))
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self.net(x) * self.scale, y)
 
     def configure_optimizers(self):
         torch.manual_seed(5)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -84,6 +85,7 @@ class Told(Evaluated):
         logits = self.net(batch["x"])
         loss = F.cross_entropy(logits, batch["y"])
         self.log("loss", loss, sync_dist=True)
+        self.log("explicit", loss, batch_size=len(logits), sync_dist=True)
         self.log("rows", float(len(logits)), reduce_fx="sum", sync_dist=True)
         self.called(logits, batch["y"])
         self.log("called", self.called)
@@ -129,7 +131,8 @@ def evaluate(kind: str, mesh: str | None, rows: int, capture: str = "auto") -> d
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if kind == "whole" and strategy is not None:
             assert strategy.modes == {"validation_step": "step"}
-        parts = trainer.predict(module, DataLoader(Rows(rows), batch_size=size))
+        # Lightning's own sampler wants a row for each rank
+        parts = trainer.predict(module, DataLoader(Rows(rows), batch_size=size)) if rows > 1 else []
         by_name = {
             name: (logits, int(most), float(first), column)
             for part in parts
@@ -164,9 +167,52 @@ def test_evaluations_are_those_of_one_device(kind: str, mesh: str, rows: int, wo
         torch.testing.assert_close(seen["logged"], expected["logged"], rtol=1e-5, atol=1e-6)
         assert seen["indices"] == seen["epoch"] == sorted(int(name.removeprefix("row ")) for name in seen["by_name"])
     first_of_tp = everyone[:: len(everyone) // 2]
-    assert sum(len(seen["by_name"]) for seen in first_of_tp) == rows
+    assert sum(len(seen["by_name"]) for seen in first_of_tp) == (rows if rows > 1 else 0)
     together = {name: value for seen in first_of_tp for name, value in seen["by_name"].items()}
     torch.testing.assert_close(dict(sorted(together.items())), dict(sorted(expected["by_name"].items())))
+
+
+class AtOnce(Evaluated):
+    """Counts the rows of two loaders that come together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.rows += len(batch["a"]["x"])
+
+    def on_validation_epoch_end(self):
+        """No metric was updated."""
+
+
+def rows_at_once(mesh: Mapping[str, int]) -> int:
+    module, loaders = AtOnce(), {name: DataLoader(Rows(rows), batch_size=2) for name, rows in (("a", 9), ("b", 12))}
+    trainer = make_trainer(make_strategy(mesh, {"capture": "forward"}), 2, use_distributed_sampler=True)
+    trainer.validate(module, CombinedLoader(loaders, "max_size_cycle"), verbose=False)
+    return module.rows
+
+
+def test_of_loaders_that_come_together_each_rank_has_its_own_rows(worlds: Worlds) -> None:
+    assert worlds(2).run(rows_at_once, MESHES["2"]) == [5, 5]
+
+
+def counted_in_runs(mesh: Mapping[str, int]) -> list[Any]:
+    module = Evaluated()
+    before = [(metric.sync_on_compute, metric._to_sync) for metric in module.modules() if _is_metric(metric)]
+    trainer = make_trainer(make_strategy(mesh, {}), 2, use_distributed_sampler=True)
+    trainer.validate(module, DataLoader(Rows(8), batch_size=2), verbose=False)
+    after = [(metric.sync_on_compute, metric._to_sync) for metric in module.modules() if _is_metric(metric)]
+    return [before, after]
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return isinstance(module, torchmetrics.Metric)
+
+
+def test_metrics_are_joined_afterwards_as_the_user_has_it(worlds: Worlds) -> None:
+    for before, after in worlds(2).run(counted_in_runs, MESHES["2"]):
+        assert before == after
 
 
 def uneven_loaders(mesh: Mapping[str, int]) -> str:

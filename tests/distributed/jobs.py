@@ -71,6 +71,36 @@ class Net(LightningModule):
         return None
 
 
+class Validated(Net):
+    """Logs its losses, and validates on what it trains on."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+    def val_dataloader(self) -> DataLoader:
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        return self.loader(*((0, 1) if mesh is None else (mesh.data_parallel_rank, mesh.data_parallel_size)))
+
+
+class Uneven(Net):
+    """Rows of parameters that divide by nothing, a scalar, a parameter that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.unused = nn.Parameter(torch.ones(3, 2))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x) * self.scale, y)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What one process saw of a training."""

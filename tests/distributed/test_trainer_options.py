@@ -10,9 +10,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.data import DataLoader
 
-from tests.distributed.jobs import MESH, Net, Outcome, assert_equals_one_device, failure, train
+from tests.distributed.jobs import MESH, Net, Outcome, Validated, assert_equals_one_device, failure, train
 from tests.worlds import Worlds
 
 
@@ -32,7 +31,7 @@ class Counts(Callback):
         self.optimizer += 1
 
 
-class Counted(Net):
+class Counted(Validated):
     """Ten batches to train and to validate on, parameters and loss logged."""
 
     steps, epochs = 10, 2
@@ -40,18 +39,6 @@ class Counted(Net):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.loss(batch))
-
-    def val_dataloader(self) -> DataLoader:
-        mesh = getattr(self.trainer.strategy, "mesh", None)
-        return self.loader(*((0, 1) if mesh is None else (mesh.data_parallel_rank, mesh.data_parallel_size)))
 
     def callbacks(self) -> list[Callback]:
         return [self.counts]
