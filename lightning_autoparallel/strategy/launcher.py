@@ -78,14 +78,17 @@ class RankLauncher(SubprocessScriptLauncher):
         os.environ[LAUNCHED_BY] = str(os.getpid())
         self._call_children_scripts()
         del os.environ[LAUNCHED_BY]
+        if not self.procs:
+            return
         # called when the process groups are gone, which were registered later
         atexit.register(self._end_children)
         threading.Thread(target=self._watch, name="autoparallel-children", daemon=True).start()
 
     def _watch(self) -> None:
-        """Until this process ends, or a child has failed."""
+        """Until this process ends, or a child has failed, or all have ended well."""
         first = self._first_child
-        while True:
+        codes: list[int | None] = [None]
+        while any(code != 0 for code in codes):
             time.sleep(_LOOK_S)
             codes = [process.poll() for process in self.procs]
             failed = next((i for i, code in enumerate(codes) if code), None)
