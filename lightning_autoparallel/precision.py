@@ -35,6 +35,10 @@ class ShardedPrecision(Precision):
     ranks: DeviceMesh | None = None
     reduce_gradients: Callable[[], None] = staticmethod(lambda: None)  # what micro-batches have left to do
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no running strategy."""
+        return {key: value for key, value in vars(self).items() if key not in ("ranks", "reduce_gradients")}
+
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """Hooks may look at gradients, and change them, as on one device."""
         with ShardedUpdates():

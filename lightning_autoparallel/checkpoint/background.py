@@ -25,6 +25,9 @@ class BackgroundWriter:
         self._pending: list[Future[None]] = []
         self._group: Any = None
 
+    def __reduce__(self) -> tuple[type, tuple[timedelta]]:
+        return BackgroundWriter, (self._timeout,)
+
     @property
     def group(self) -> Any:
         """For what ranks say to each other while they write; every rank asks for it at its first write."""

@@ -47,6 +47,10 @@ class RankLauncher(SubprocessScriptLauncher):
         self._roll_call, self._patience_s = roll_call, min(PATIENCE_S, timeout.total_seconds())
         self._failed = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no children."""
+        return {**vars(self), "procs": []}
+
     @property
     def is_interactive_compatible(self) -> bool:
         """Where nothing is to be started."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,12 @@ class RollCall:
         self._not_heard_of: set[int] = set()
         self._stopped = threading.Event()
         self._rank = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"timeout_s": self._timeout_s, "end_process": self._end_process}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        RollCall.__init__(self, timedelta(seconds=state["timeout_s"]), state["end_process"])
 
     @property
     def not_heard_of(self) -> set[int]:

@@ -77,6 +77,10 @@ class SavingStrategy(WorldStrategy):
         self._as_folder: bool | None = None  # what the last checkpoint was
         self._made: list[Tensor] = []  # for the next file, by gathering
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As that of ``WorldStrategy``."""
+        return {**super().__getstate__(), "_engine": None, "_made": []}
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Shards are loaded into shards; at the end of ``setup``, after which Lightning need not."""

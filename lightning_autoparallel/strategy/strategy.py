@@ -166,6 +166,11 @@ class AutoParallelStrategy(SavingStrategy):
         # again: the other flavour may have been imported after this package
         refuse_other_flavour(AutoParallelStrategy.strategy_name, AutoParallelStrategy)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As that of ``WorldStrategy``."""
+        anew = {"_steps": None, "_outside": None, "_is_sharded": False, "_while_set_up": contextlib.ExitStack()}
+        return {**super().__getstate__(), **anew}
+
     # -- what it shows -----------------------------------------------------------------------------------------------
 
     @property

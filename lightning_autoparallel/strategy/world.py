@@ -51,6 +51,10 @@ class WorldStrategy(ParallelStrategy):
         self._control: ControlGroup | None = None
         self._roll_call = RollCall(timeout, self._end_process)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied or pickled, with a Trainer, starts anew: it has the settings, and nothing of this process."""
+        return {**super().__getstate__(), "_mesh": None, "_control": None}  # type: ignore[misc]
+
     # -- what the launch looks like ----------------------------------------------------------------------------------
 
     @property

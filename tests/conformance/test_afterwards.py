@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -137,3 +138,26 @@ def test_shards_stay_where_asked(worlds: Worlds) -> None:
     for seen in worlds(2).run(twice, MESHES["2"], True):
         assert DTensor in seen["types"]
         assert isinstance(seen["optimizer"][0]["exp_avg"], DTensor)
+
+
+def copied_trainers(mesh: Mapping[str, int]) -> list[list[float]]:
+    """The losses that the Trainer, a pickled one and a copied one see when each fits anew."""
+    strategy = make_strategy(mesh, {"async_save": True})
+    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=2, max_epochs=-1, callbacks=[Losses()])
+    seen = []
+    for copied in (lambda: trainer, lambda: pickle.loads(pickle.dumps(trainer)), lambda: copy.deepcopy(trainer)):
+        again = copied()
+        torch.manual_seed(0)
+        module = Run()
+        again.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+        (heard,) = [callback for callback in again.callbacks if isinstance(callback, Losses)]
+        seen.append(heard.values[-2:])
+        again.fit_loop.epoch_loop.batch_progress.reset()
+        again.fit_loop.epoch_loop.max_steps += 2
+    return seen
+
+
+def test_trainers_are_pickled_and_copied(worlds: Worlds) -> None:
+    for first, pickled, copied in worlds(2).run(copied_trainers, MESHES["2"]):
+        assert len(first) == 2
+        assert first == pickled == copied
