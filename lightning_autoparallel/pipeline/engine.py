@@ -160,6 +160,12 @@ class StepEngine:
         self._copies, self._hooks, self._checked = [], [], None
         self.deferred.forget()
 
+    def forget_captures(self) -> None:
+        """The module is made of other parameters: what was captured of it is nothing that could run."""
+        for known in (self.layouts, self._variants, self._captures, self._structures, self._numbers):
+            known.clear()  # type: ignore[attr-defined]
+        self._modes = self._checked = None
+
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
         leaves, rebuild = flatten_batch(batch)

@@ -101,7 +101,7 @@ class SavingStrategy(WorldStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards of the model, or for a single file the whole model on rank 0."""
         assert self.lightning_module is not None
-        self._come_together(self.lightning_module.trainer)
+        self._come_together()
         if self._choose_kind():
             return model_state(self.lightning_module)
         self._made.clear()
@@ -119,7 +119,7 @@ class SavingStrategy(WorldStrategy):
         """Where to note tensors that need no copy, if there are any copies."""
         return None if self._writer is None else self._made
 
-    def _come_together(self, trainer: Trainer) -> None:
+    def _come_together(self) -> None:
         """Make sure that all ranks save: what is gathered from ranks that do something else would be anything.
 
         Raises:
@@ -127,7 +127,8 @@ class SavingStrategy(WorldStrategy):
         """
         if self._control is None:
             return
-        place = "saves a checkpoint"
+        assert self.lightning_module is not None
+        place, trainer = "saves a checkpoint", self.lightning_module.trainer
         try:
             together = self._control.meet_soon(place) if trainer.interrupted else self._control.agrees(place)
         except RuntimeError as error:  # the others have ended

@@ -56,6 +56,11 @@ class LightningSteps:
         """Nothing runs any more; the module's metrics are as they were."""
         self._scopes.end()
 
+    def forget_captures(self) -> None:
+        """The module is made of other parameters: every step is looked at anew."""
+        self.modes.clear()
+        self._forward = None
+
     @property
     def forward(self) -> ForwardSteps:
         """Steps whose Python runs at every step; made at first use."""

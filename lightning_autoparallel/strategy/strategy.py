@@ -45,6 +45,7 @@ from lightning_autoparallel.strategy.launch import check_module, check_optimizer
 from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memory_note
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
+from lightning_autoparallel.strategy.pruning import pruned_whole
 from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.starting import shard_and_load
@@ -215,7 +216,7 @@ class AutoParallelStrategy(SavingStrategy):
         if self.config.compile:
             check_compiler(self.root_device.type)
         if self.lightning_module is not None:
-            check_tools(self.lightning_module.trainer)
+            check_tools(self.lightning_module.trainer, bool(self.config.plan.rules))
         super().setup_environment()
         plan_axes(self.config.plan, self.mesh)
 
@@ -235,6 +236,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
+        self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)
         self._while_set_up.enter_context(assigned_in_shards())
         if trainer.state.fn == TrainerFn.FITTING:
@@ -305,6 +307,10 @@ class AutoParallelStrategy(SavingStrategy):
         """Those that the module and callbacks step by themselves."""
         assert self.lightning_module is not None
         return held_optimizers([*self.lightning_module.modules(), *trainer.callbacks])  # type: ignore[attr-defined]
+
+    def _all_optimizers(self, trainer: Trainer) -> list[Optimizer]:
+        both = [*self.optimizers, *self._held_optimizers(trainer)]
+        return list({id(optimizer): optimizer for optimizer in both}.values())
 
     def model_to_device(self) -> None:
         """Sharding has put every parameter where it belongs."""
@@ -436,13 +442,34 @@ class AutoParallelStrategy(SavingStrategy):
                 f"and up to {FILE_LIMIT_BYTES / 1e9:g} GB are gathered"
             )
             return
-        engine.gather_parameters()
-        given = {id(optimizer): optimizer for optimizer in self.optimizers}
-        held = {id(optimizer): optimizer for optimizer in self._held_optimizers(module.trainer)}
-        for optimizer in (given | held).values():
-            rebind(optimizer, engine.replacements, whole_state)
+        self._gather(engine, module.trainer)
         module._device_mesh = None
+
+    def _gather(self, engine: StepEngine, trainer: Trainer) -> None:
+        engine.gather_parameters()
+        for optimizer in self._all_optimizers(trainer):
+            rebind(optimizer, engine.replacements, whole_state)
         self._is_sharded = False
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Inside, the module and its optimizers are those of one device, and may be changed; every rank enters alike.
+
+        Afterwards they lie in shards again, and steps are captured anew. Gradients are lost.
+        """
+        if self._engine is None or self._steps is None or not self._is_sharded:
+            yield
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._gather(self._engine, trainer)
+        yield
+        self._engine.forget_captures()
+        self._steps.forget_captures()
+        self._engine.shard_parameters()
+        self._is_sharded = True
+        for optimizer in self._all_optimizers(trainer):
+            rebind(optimizer, self._engine.replacements, shared_state)
 
 
 def _show_progress(graph: str, stage: str, seconds: float) -> None:

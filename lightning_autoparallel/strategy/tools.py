@@ -7,18 +7,18 @@ from lightning_autoparallel.lightning_compat import ModelPruning, TensorBoardLog
 from lightning_autoparallel.mesh import ParallelMesh
 
 
-def check_tools(trainer: Trainer) -> None:
+def check_tools(trainer: Trainer, has_rules: bool) -> None:
     """Refuse what a Trainer's callbacks and loggers would do to parameters that lie in shards.
 
     Raises:
-        ConfigError: one of them replaces parameters, or traces the module on one rank alone.
+        ConfigError: one of them traces the module on one rank alone, or renames parameters that the plan's rules name.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelPruning):
-            raise ConfigError(
-                f"{type(callback).__name__} replaces parameters by others and by masks, which a sharded model cannot "
-                "have: train without it, and prune the module after fit, when its parameters are whole"
-            )
+    pruning = [callback for callback in trainer.callbacks if isinstance(callback, ModelPruning)]  # type: ignore[attr-defined]
+    if pruning and has_rules:
+        raise ConfigError(
+            f"{type(pruning[0]).__name__} renames parameters (weight becomes weight_orig), and the plan has rules, "
+            "which name them: train with a plan without rules, such as fsdp, or prune the module after fit"
+        )
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and logger._log_graph:
             raise ConfigError(

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
-    ModelPruning,
     ModelSummary,
     ThroughputMonitor,
     Timer,
@@ -23,7 +22,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from tests.conformance.saved import MESHES, RULES
-from tests.distributed.jobs import MESH, Validated, assert_equals_one_device, failure, train
+from tests.distributed.jobs import Validated, assert_equals_one_device, train
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
@@ -238,13 +237,3 @@ def test_throughput_counts_every_row_once(kind: type[Throughput], mesh: str, wor
     _, samples, batches = train(kind, None).extra
     first = worlds(2).run(train, kind, MESHES[mesh], 2)[0]
     assert first.extra == ({"2": 2, "tp": 1}[mesh], samples, batches)
-
-
-class Prunes(Watched):
-    def make(self):
-        return ModelPruning("l1_unstructured", amount=0.3)
-
-
-def test_pruning_is_refused(worlds: Worlds) -> None:
-    for text, _ in worlds(2).run(failure, Prunes, MESH):
-        assert text.startswith("ConfigError: ModelPruning replaces parameters by others and by masks")

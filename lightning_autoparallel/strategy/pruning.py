@@ -1,0 +1,56 @@
+"""ModelPruning on a sharded model: what it changes is changed where parameters are whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from lightning_autoparallel.apply import shard_like
+from lightning_autoparallel.lightning_compat import ModelPruning, Trainer
+
+WholeParameters = Callable[[], contextlib.AbstractContextManager[None]]
+_CHANGES = ("apply_pruning", "apply_lottery_ticket_hypothesis", "make_pruning_permanent")
+
+
+@contextlib.contextmanager
+def pruned_whole(trainer: Trainer, whole_parameters: WholeParameters) -> Iterator[None]:
+    """Inside, ModelPruning finds whole parameters where it chooses which to prune, and where it makes that permanent.
+
+    Each time they are gathered, and steps are captured anew: modules compute with masks from then on, or do no more.
+    """
+    with contextlib.ExitStack() as patches:
+        if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            for name in _CHANGES:
+                change = _inside(whole_parameters, getattr(ModelPruning, name))
+                patches.enter_context(mock.patch.object(ModelPruning, name, change))
+            patches.enter_context(mock.patch.object(ModelPruning, "on_save_checkpoint", _save_pruned))
+        yield
+
+
+def _inside(whole_parameters: WholeParameters, change: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(change)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        with whole_parameters():
+            return change(*args, **kwargs)
+
+    return changed
+
+
+def _save_pruned(callback: Any, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """As Lightning's: parameters with their masks applied under the names of one that was never pruned.
+
+    It changes the state that is there, in shards, or whole on the rank that writes.
+    """
+    if not callback._make_pruning_permanent:
+        return
+    state = checkpoint["state_dict"]
+    masked = [key.removesuffix("_mask") for key in state if key.endswith("_mask")]
+    for name in [name for name in masked if f"{name}_orig" in state]:
+        orig: Tensor = state.pop(f"{name}_orig")
+        mask = shard_like(orig, state.pop(f"{name}_mask").to(orig))
+        state[name] = mask * orig
