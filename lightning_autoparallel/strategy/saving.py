@@ -231,7 +231,6 @@ class SavingStrategy(WorldStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder of shards into the sharded model, or read a single file for Lightning."""
-        assert self.lightning_module is not None
         self.wait_for_checkpoint()
         weights_only = weights_only_of_run() if weights_only is None else weights_only
         path = self.broadcast(str(checkpoint_path))
@@ -245,6 +244,7 @@ class SavingStrategy(WorldStrategy):
             random_state = checkpoint.pop(RANDOM_STATE, {})
         else:
             module = self.lightning_module
+            assert module is not None
             checkpoint, random_state = load_sharded_model(self._folder, module, module.strict_loading, weights_only)
         if self._engine is not None:
             self._engine.random_state = random_state

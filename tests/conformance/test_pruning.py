@@ -54,15 +54,13 @@ class Pruned(Net):
         torch.manual_seed(self.current_epoch)  # of what is drawn at random, which ranks draw alike
 
 
-def prune(kind: str, mesh: Mapping[str, int] | None, path: str, folder: bool) -> dict[str, Any]:
+def prune(kind: str, mesh: Mapping[str, int] | None, path: str, folder: bool, capture: str = "auto") -> dict[str, Any]:
     """Three epochs, saved after each; what a pruned module has, and what its last checkpoint."""
     torch.manual_seed(0)
     module, losses = Pruned(), Losses()
-    strategy = (
-        make_strategy(mesh, {"save_distributed_checkpoint": folder, "plan": "hsdp" if len(mesh) > 1 else "fsdp"})
-        if mesh
-        else None
-    )
+    plan = "hsdp" if mesh and len(mesh) > 1 else "fsdp"
+    chosen = {"save_distributed_checkpoint": folder, "plan": plan, "capture": capture}
+    strategy = make_strategy(mesh, chosen) if mesh else None
     shards = (lambda: (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)) if strategy else None
     module.train_dataloader = lambda: module.loader(*(shards() if shards else (0, 1)))
     weights = [(module.net[0], "weight"), (module.net[2], "weight")]
@@ -95,6 +93,13 @@ def test_pruned_as_on_one_device(kind: str, mesh: str, folder: bool, worlds: Wor
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-9, atol=1e-11)
         for state in ("state", "saved"):
             torch.testing.assert_close(found.get(state), expected.get(state), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.matrix
+def test_pruned_in_forward_mode(worlds: Worlds, tmp_path: Path) -> None:
+    expected = prune("global", None, str(tmp_path / "plain"), False)
+    for found in worlds(2).run(prune, "global", MESHES["2"], str(tmp_path / "ours"), False, "forward"):
+        torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-11)
 
 
 def test_some_are_pruned(tmp_path: Path) -> None:
