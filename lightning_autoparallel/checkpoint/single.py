@@ -74,18 +74,13 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     cut = {
-        number: {key: _own(sharded_state(by_number.get(number), key, value), value) for key, value in values.items()}
+        number: {key: sharded_state(by_number.get(number), key, value) for key, value in values.items()}
         for number, values in state.get("state", {}).items()
     }
     try:
         optimizer.load_state_dict({**state, "state": cut})
     except ValueError as error:
         raise CheckpointError(f"the checkpoint does not fit the optimizer: {error}") from error
-
-
-def _own(cut: Any, whole: Any) -> Any:
-    """``cut``, or a copy of it where it is ``whole``'s memory, which may be a file's."""
-    return cut.clone() if isinstance(cut, Tensor) and _storage(cut) == _storage(whole) else cut
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,7 +17,6 @@ from lightning_autoparallel.checkpoint import (
     RANDOM_STATE,
     BackgroundWriter,
     Location,
-    can_be_mapped,
     copied,
     copied_but,
     first_rank_runs,
@@ -30,7 +29,6 @@ from lightning_autoparallel.checkpoint import (
     load_sharded_optimizers,
     model_state,
     optimizer_state,
-    read_file,
     save_folder,
     state_bytes,
     write_file,
@@ -240,7 +238,7 @@ class SavingStrategy(WorldStrategy):
         self._folder = location if location is not None and location.is_folder() else None
         self._weights_only = weights_only
         if self._folder is None:
-            checkpoint = self._read_file(path, location, weights_only)
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             random_state = checkpoint.pop(RANDOM_STATE, {})
         else:
             module = self.lightning_module
@@ -249,11 +247,6 @@ class SavingStrategy(WorldStrategy):
         if self._engine is not None:
             self._engine.random_state = random_state
         return checkpoint
-
-    def _read_file(self, path: str, location: Location | None, weights_only: bool | None) -> dict[str, Any]:
-        if type(self.checkpoint_io) is TorchCheckpointIO and location is not None and can_be_mapped(location):
-            return read_file(location, weights_only)
-        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Cut the model of a single file into shards; ``load_checkpoint`` has loaded that of a folder."""
