@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_autoparallel.checkpoint.location import Location
+from lightning_autoparallel.errors import CheckpointError
 
 
 def write_file(whole: Mapping[str, Any], location: Location) -> None:
@@ -19,7 +20,10 @@ def write_file(whole: Mapping[str, Any], location: Location) -> None:
 
     Raises:
         OSError: it could not be written; what was there stays.
+        CheckpointError: ``location`` is elsewhere.
     """
+    if not location.is_local:
+        raise CheckpointError(f"{location} is not on this machine's disks: write a file there, and copy it")
     staging = Path(location.staging().path)
     staging.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -25,7 +25,13 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.fabric.utilities import distributed
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Callback, ModelPruning, ThroughputMonitor
+    from lightning.pytorch.callbacks import (
+        Callback,
+        ModelPruning,
+        StochasticWeightAveraging,
+        ThroughputMonitor,
+        WeightAveraging,
+    )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.overrides import distributed as samplers
@@ -56,7 +62,13 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning import __version__ as LIGHTNING_VERSION
-    from pytorch_lightning.callbacks import Callback, ModelPruning, ThroughputMonitor
+    from pytorch_lightning.callbacks import (
+        Callback,
+        ModelPruning,
+        StochasticWeightAveraging,
+        ThroughputMonitor,
+        WeightAveraging,
+    )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.overrides import distributed as samplers
@@ -181,6 +193,7 @@ __all__ = [
     "OptimizerLRSchedulerConfig",
     "ParallelStrategy",
     "Precision",
+    "StochasticWeightAveraging",
     "Strategy",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
@@ -189,6 +202,7 @@ __all__ = [
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
+    "WeightAveraging",
     "all_gather_if_available",
     "batch_samplers_that_keep_indices",
     "batches_begun",

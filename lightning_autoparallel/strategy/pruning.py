@@ -24,10 +24,12 @@ def pruned_whole(trainer: Trainer, whole_parameters: WholeParameters) -> Iterato
     Each time they are gathered, and steps are captured anew: modules compute with masks from then on, or do no more.
     """
     with contextlib.ExitStack() as patches:
-        if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        kinds = {type(found) for found in trainer.callbacks if isinstance(found, ModelPruning)}  # type: ignore[attr-defined]
+        for kind in kinds:
             for name in _CHANGES:
-                change = _inside(whole_parameters, getattr(ModelPruning, name))
-                patches.enter_context(mock.patch.object(ModelPruning, name, change))
+                change = _inside(whole_parameters, getattr(kind, name))
+                patches.enter_context(mock.patch.object(kind, name, change))
+        if kinds:
             patches.enter_context(mock.patch.object(ModelPruning, "on_save_checkpoint", _save_pruned))
         yield
 
@@ -54,3 +56,13 @@ def _save_pruned(callback: Any, trainer: Trainer, pl_module: Any, checkpoint: di
         orig: Tensor = state.pop(f"{name}_orig")
         mask = shard_like(orig, state.pop(f"{name}_mask").to(orig))
         state[name] = mask * orig
+        for kept in checkpoint.get("optimizer_states", ()):
+            _rename(kept, f"{name}_orig", name)
+
+
+def _rename(kept: dict[str, Any], before: str, now: str) -> None:
+    """In a folder, optimizers name their parameters; in a file, they number them."""
+    if before in kept.get("state", {}):
+        kept["state"][now] = kept["state"].pop(before)
+    for group in kept.get("param_groups", ()):
+        group["params"] = [now if name == before else name for name in group["params"]]

@@ -57,8 +57,8 @@ class LightningSteps:
         self._scopes.end()
 
     def forget_captures(self) -> None:
-        """The module is made of other parameters: every step is looked at anew."""
-        self.modes.clear()
+        """The module is made of other parameters: what was captured whole is captured anew."""
+        self.modes = {name: mode for name, mode in self.modes.items() if mode == "forward"}
         self._forward = None
 
     @property

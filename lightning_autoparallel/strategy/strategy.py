@@ -455,21 +455,35 @@ class AutoParallelStrategy(SavingStrategy):
     def whole_parameters(self) -> Iterator[None]:
         """Inside, the module and its optimizers are those of one device, and may be changed; every rank enters alike.
 
-        Afterwards they lie in shards again, and steps are captured anew. Gradients are lost.
+        Afterwards they lie in shards again, with their gradients, and steps are captured anew.
         """
         if self._engine is None or self._steps is None or not self._is_sharded:
             yield
             return
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._gather(self._engine, trainer)
-        yield
-        self._engine.forget_captures()
-        self._steps.forget_captures()
-        self._engine.shard_parameters()
-        self._is_sharded = True
-        for optimizer in self._all_optimizers(trainer):
-            rebind(optimizer, self._engine.replacements, shared_state)
+        engine, optimizers = self._engine, self._all_optimizers(self.lightning_module.trainer)
+        self._steps.reduce_gradients()
+        shards = list(self.lightning_module.parameters())
+        gradients, now = [parameter.grad for parameter in shards], {"params": list(shards)}
+        self._rebind_all(engine.gather_parameters, optimizers, now)
+        self._is_sharded = False
+        try:
+            yield
+        finally:
+            engine.forget_captures()
+            self._steps.forget_captures()
+            self._rebind_all(engine.shard_parameters, optimizers, now)
+            self._is_sharded = True
+            for parameter, gradient in zip(now["params"], gradients, strict=True):
+                parameter.grad = gradient
+
+    def _rebind_all(self, move: Callable[[], None], optimizers: list[Optimizer], others: dict[str, Any]) -> None:
+        """What optimizers keep lies where it lay: it is looked at when parameters are in shards again."""
+        assert self._engine is not None
+        move()
+        for optimizer in optimizers:
+            rebind(optimizer, self._engine.replacements, lambda parameter, key, value: value)
+        self._engine.replacements.rebind([others])
 
 
 def _show_progress(graph: str, stage: str, seconds: float) -> None:

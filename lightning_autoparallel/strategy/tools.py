@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from torch.distributed.tensor import DTensor
+
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.lightning_compat import ModelPruning, TensorBoardLogger, ThroughputMonitor, Trainer
+from lightning_autoparallel.lightning_compat import (
+    ModelPruning,
+    StochasticWeightAveraging,
+    TensorBoardLogger,
+    ThroughputMonitor,
+    Trainer,
+    WeightAveraging,
+)
 from lightning_autoparallel.mesh import ParallelMesh
+
+_AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 def check_tools(trainer: Trainer, has_rules: bool) -> None:
     """Refuse what a Trainer's callbacks and loggers would do to parameters that lie in shards.
 
     Raises:
-        ConfigError: one of them traces the module on one rank alone, or renames parameters that the plan's rules name.
+        ConfigError: one of them traces the module on one rank alone, or prunes what it cannot.
     """
     pruning = [callback for callback in trainer.callbacks if isinstance(callback, ModelPruning)]  # type: ignore[attr-defined]
     if pruning and has_rules:
         raise ConfigError(
             f"{type(pruning[0]).__name__} renames parameters (weight becomes weight_orig), and the plan has rules, "
             "which name them: train with a plan without rules, such as fsdp, or prune the module after fit"
+        )
+    averaging = [found for found in trainer.callbacks if isinstance(found, _AVERAGING)]  # type: ignore[attr-defined]
+    if pruning and averaging:
+        raise ConfigError(
+            f"{type(pruning[0]).__name__} beside {type(averaging[0]).__name__}: the averaged copy lies in shards, as "
+            "the module does, and is not pruned with it: leave one of them out"
+        )
+    if pruning and any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
+        raise ConfigError(
+            f"{type(pruning[0]).__name__} copies weights before a fit, and they lie in shards: leave_sharded=True was "
+            "given, or they are larger than 8 GB"
         )
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and logger._log_graph:
