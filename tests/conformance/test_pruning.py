@@ -95,6 +95,31 @@ def test_pruned_as_on_one_device(kind: str, mesh: str, folder: bool, worlds: Wor
             torch.testing.assert_close(found.get(state), expected.get(state), rtol=1e-9, atol=1e-11)
 
 
+def prune_amid(mesh: Mapping[str, int] | None) -> dict[str, Any]:
+    """Pruned after a validation, while gradients are added up."""
+    torch.manual_seed(0)
+    module, strategy = Pruned(), make_strategy(mesh, {}) if mesh else None
+    shards = (lambda: (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)) if strategy else None
+    module.train_dataloader = module.val_dataloader = lambda: module.loader(*(shards() if shards else (0, 1)))
+    module.validation_step = lambda batch, batch_idx: None
+    weights = [(module.net[0], "weight"), (module.net[2], "weight")]
+    pruning = ModelPruning("l1_unstructured", weights, amount=0.25, prune_on_train_epoch_end=False, **STAY)
+    ranks = dist.get_world_size() if mesh else 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(
+            strategy, ranks, callbacks=[pruning], max_epochs=2, accumulate_grad_batches=4, val_check_interval=2
+        )
+        trainer.fit(module)
+    return dict(module.state_dict())
+
+
+def test_gradients_that_wait_are_kept(worlds: Worlds) -> None:
+    expected = prune_amid(None)
+    for found in worlds(2).run(prune_amid, MESHES["2"]):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.matrix
 def test_pruned_in_forward_mode(worlds: Worlds, tmp_path: Path) -> None:
     expected = prune("global", None, str(tmp_path / "plain"), False)
