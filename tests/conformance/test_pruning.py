@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,6 +118,35 @@ def prune_amid(mesh: Mapping[str, int] | None) -> dict[str, Any]:
 def test_gradients_that_wait_are_kept(worlds: Worlds) -> None:
     expected = prune_amid(None)
     for found in worlds(2).run(prune_amid, MESHES["2"]):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def prune_and_resume(mesh: Mapping[str, int] | None, path: str) -> dict[str, Any]:
+    """Resumed from what was saved after the first pruning."""
+    for resume_from in (None, f"{path}/epoch=0.ckpt"):
+        torch.manual_seed(0)
+        module = Pruned()
+        strategy = make_strategy(mesh, {"save_distributed_checkpoint": True}) if mesh else None
+        module.train_dataloader = partial(_loader, module, strategy)
+        weights = [(module.net[0], "weight"), (module.net[2], "weight")]
+        pruning = ModelPruning("l1_unstructured", weights, amount=0.25, **STAY)
+        saves = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+        ranks = dist.get_world_size() if mesh else 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = make_trainer(strategy, ranks, callbacks=[pruning, saves], max_epochs=2, enable_checkpointing=True)
+            trainer.fit(module, ckpt_path=resume_from)
+    return dict(module.state_dict())
+
+
+def _loader(module: Pruned, strategy: Any) -> Any:
+    mesh = None if strategy is None else strategy.mesh
+    return module.loader(*((mesh.data_parallel_rank, mesh.data_parallel_size) if mesh else (0, 1)))
+
+
+def test_resumed_from_a_folder(worlds: Worlds, tmp_path: Path) -> None:
+    expected = prune_and_resume(None, str(tmp_path / "plain"))
+    for found in worlds(2).run(prune_and_resume, MESHES["2"], str(tmp_path / "ours")):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
