@@ -203,7 +203,7 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
                 f"{theirs.name} on {theirs.batch}; {_remedy(first.shapes, theirs.shapes)}"
             )
     for rank, theirs in enumerate(everyone):
-        for path in [path for path, mine in first.values.items() if theirs.values.get(path) != mine]:
+        for path in [path for path, value in first.values.items() if theirs.values.get(path) != value]:
             raise RanksDifferError(
                 f"batch leaf '{path}' has other values on rank {rank} than on rank 0, but its dim 0 is not the batch, "
                 f"so it is replicated; give all ranks the same values, or set batch_dims={{'{path}': 0}}"
@@ -273,7 +273,7 @@ def check_same_rows(control: ControlGroup, shard: int, digests: Mapping[str, str
     first_of: dict[int, tuple[int, Mapping[str, str]]] = {}
     for rank, (other, theirs) in enumerate(control.gather((shard, digests))):
         first, expected = first_of.setdefault(other, (rank, theirs))
-        for path in [path for path, mine in expected.items() if theirs.get(path) != mine]:
+        for path in [path for path, value in expected.items() if theirs.get(path) != value]:
             raise ConfigError(
                 f"ranks {first} and {rank} share batch shard {other} but hold different rows in batch leaf "
                 f"'{path or 'batch'}': only dp_* axes divide the batch; let the Trainer make the sampler, or give "

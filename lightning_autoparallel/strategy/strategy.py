@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -465,25 +465,26 @@ class AutoParallelStrategy(SavingStrategy):
         self._steps.reduce_gradients()
         shards = list(self.lightning_module.parameters())
         gradients, now = [parameter.grad for parameter in shards], {"params": list(shards)}
-        self._rebind_all(engine.gather_parameters, optimizers, now)
+        engine.gather_parameters()
         self._is_sharded = False
+        _follow(engine, optimizers, now)
         try:
             yield
         finally:
             engine.forget_captures()
             self._steps.forget_captures()
-            self._rebind_all(engine.shard_parameters, optimizers, now)
+            engine.shard_parameters()
             self._is_sharded = True
+            _follow(engine, optimizers, now)
             for parameter, gradient in zip(now["params"], gradients, strict=True):
                 parameter.grad = gradient
 
-    def _rebind_all(self, move: Callable[[], None], optimizers: list[Optimizer], others: dict[str, Any]) -> None:
-        """What optimizers keep lies where it lay: it is looked at when parameters are in shards again."""
-        assert self._engine is not None
-        move()
-        for optimizer in optimizers:
-            rebind(optimizer, self._engine.replacements, lambda parameter, key, value: value)
-        self._engine.replacements.rebind([others])
+
+def _follow(engine: StepEngine, optimizers: Iterable[Optimizer], others: dict[str, Any]) -> None:
+    """Rebind to what is in the module; what optimizers keep stays, to be used when parameters are in shards again."""
+    for optimizer in optimizers:
+        rebind(optimizer, engine.replacements, lambda parameter, key, value: value)
+    engine.replacements.rebind([others])
 
 
 def _show_progress(graph: str, stage: str, seconds: float) -> None:
