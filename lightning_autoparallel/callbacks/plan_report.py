@@ -80,9 +80,10 @@ class PlanReportCallback(Callback):
         self._directory = Path(trainer.log_dir or trainer.default_root_dir) / "autoparallel"
         self._written = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Write what the strategy captured before the first step."""
-        self._write(trainer)
+        if batch_idx == 0:
+            self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was captured since."""

@@ -148,17 +148,6 @@ def evaluates_one_by_one(trainer: Trainer) -> bool:
     return combined is None or combined._mode == "sequential"
 
 
-def restore_loaders(trainer: Trainer) -> None:
-    """Let training loaders go on where a checkpoint says: Lightning does so only where it has not set them up before.
-
-    To be called once loops are restored, before the first batch.
-    """
-    loop = trainer.fit_loop
-    if loop.restarting and loop._combined_loader_states_to_load:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)  # type: ignore[arg-type]
-
-
 def batches_begun(trainer: Trainer) -> int:
     """How many batches the evaluation that runs has begun, of all its loaders."""
     return int(trainer._active_loop.batch_progress.current.ready)  # type: ignore[union-attr]
@@ -223,7 +212,6 @@ __all__ = [
     "rank_zero_warn",
     "refuse_other_flavour",
     "reset_seed",
-    "restore_loaders",
     "restore_modules_and_callbacks",
     "set_num_threads_if_needed",
     "sync_if_available",

@@ -104,7 +104,17 @@ class PlanningStrategy(AutoParallelStrategy):
         except Exception as error:
             self._probe_error = f"configure_optimizers failed without real parameters ({type(error).__name__}: {error})"
 
-    def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
+    def setup(self, trainer: Trainer) -> None:
+        """Plan at once: nothing is to run, no hook and no evaluation."""
+        super().setup(trainer)
+        assert self._steps is not None
+        trainer.fit_loop.setup_data()
+        self._plan_steps(trainer, self._steps)
+
+    def on_train_start(self) -> None:
+        """The steps are planned."""
+
+    def _plan_steps(self, trainer: Trainer, steps: LightningSteps) -> None:
         report = steps.prepare(
             "training_step", _required("training", sample_training_batch(trainer, at_any_price=True))
         )

@@ -77,9 +77,9 @@ def rows_of_batches(trainer: Trainer, step: str, index: int) -> int | None:
 def sample_training_batch(trainer: Trainer, at_any_price: bool = False) -> tuple[bool, Any]:
     """The first batch as ``training_step`` will see it, and whether there is one that can be looked at.
 
-    What may hand out each batch once is left alone unless ``at_any_price``: its first real batch will do.
+    What may hand out each batch once is left alone unless ``at_any_price``: its first real batch will do. The fit loop
+    has set up its loaders.
     """
-    trainer.fit_loop.setup_data()
     return _sample(trainer, trainer.train_dataloader, _has_batches_left if at_any_price else _is_free_to_read)
 
 

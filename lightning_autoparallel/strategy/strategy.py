@@ -244,8 +244,6 @@ class AutoParallelStrategy(SavingStrategy):
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
         self.precision_plugin.reduce_gradients = self._steps.reduce_gradients
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._prepare_training_step(trainer, self._steps)
         self.restore(trainer)
 
     def _engine_for(self, module: LightningModule) -> StepEngine:
@@ -274,8 +272,14 @@ class AutoParallelStrategy(SavingStrategy):
         shard_and_load(engine, self.weights_to_come, self._control)
         self._is_sharded = True
 
+    def on_train_start(self) -> None:
+        """Capture before the first step, so that what is wrong with it shows before anything has been trained."""
+        super().on_train_start()
+        assert self.lightning_module is not None and self._steps is not None
+        if "training_step" not in self._steps.modes:
+            self._prepare_training_step(self.lightning_module.trainer, self._steps)
+
     def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
-        """Capture before the first step, so that what is wrong with it shows before anything has run."""
         found, batch = sample_training_batch(trainer)
         if not found:
             return
@@ -283,7 +287,7 @@ class AutoParallelStrategy(SavingStrategy):
             with self._outside.inside():
                 report = steps.prepare("training_step", batch)
         except StepFailedError as error:
-            # The step may need what on_train_start sets up: its first call will show whether it works.
+            # The step may need what on_train_epoch_start sets up: its first call will show whether it works.
             rank_zero_warn(
                 f"training_step could not be captured before training ({error}): it will be at its first step"
             )

@@ -22,7 +22,6 @@ from lightning_autoparallel.lightning_compat import (
     init_process_group,
     rank_zero_only,
     reset_seed,
-    restore_loaders,
     sync_if_available,
 )
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
@@ -59,8 +58,11 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Always: Lightning then shards the sampler."""
-        return True
+        """Whether there are several ranks: Lightning then gives each its rows, in an order that all of them know.
+
+        A single one has the rows in the order, and the tuners, of one device.
+        """
+        return self.world_size > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -117,8 +119,9 @@ class WorldStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group and build the mesh, once."""
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
+        if self.world_size > 1:  # ranks draw alike; a single one goes on, as one device does
+            reset_seed()
         if self._mesh is None:
             self._start_process_group()
             self._mesh = build_mesh(self.spec, self.root_device.type)
@@ -168,7 +171,6 @@ class WorldStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         """Ranks agree on the number of batches before the first: one that has fewer would leave the others waiting."""
         assert self.lightning_module is not None
-        restore_loaders(self.lightning_module.trainer)  # which were set up for a look at their first batch
         self._check_batches("train", [self.lightning_module.trainer.num_training_batches])
 
     def on_validation_start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ class Env:
 
     ranks: int | None
     module: LightningModule
+    in_order: bool = False  # whether there is a single rank, which trains on rows as they come
 
     def __post_init__(self) -> None:
         self.losses, self.trace, self.extra = Losses(), Trace(), None
@@ -152,9 +154,9 @@ class Env:
         return dist.get_rank() if self.ranks else 0
 
     def train(self, rows: int = 16, seed: int = 0) -> DataLoader:
-        """Lightning shuffles what ranks train on; one device is given the same order."""
+        """Lightning shuffles what several ranks train on; one device is given the same order."""
         data = _rows(rows, seed)
-        if self.ranks or self.overfits:
+        if self.ranks or self.overfits or self.in_order:
             return DataLoader(data, batch_size=SIZE // (self.ranks or 1))
         return DataLoader(data, batch_size=SIZE, sampler=DistributedSampler(data, 1, 0, shuffle=True))
 
@@ -220,6 +222,53 @@ def reloaded(env: Env) -> Trainer:
     return trainer
 
 
+class Prepares(Net):
+    """Makes in a hook what its loaders read, and notes what is asked for when."""
+
+    def prepared(self, env: Env) -> Net:
+        self.env, self.asked = env, []
+        return self
+
+    def on_fit_start(self):
+        self.seed = 3
+
+    def train_dataloader(self):
+        self.asked.append(("train", self.trainer.state.stage, self.current_epoch))
+        return self.env.train(seed=self.seed + self.current_epoch)
+
+    def val_dataloader(self):
+        self.asked.append(("val", self.trainer.state.stage, self.current_epoch))
+        return self.env.val()
+
+
+def prepared(env: Env) -> Trainer:
+    env.extra = env.module.prepared(env).asked
+    trainer = env.trainer(num_sanity_val_steps=1)
+    trainer.fit(env.module)
+    return trainer
+
+
+def resumed_reload(env: Env) -> Trainer:
+    """An epoch of the data of epoch 0, then, resumed, three of that of epoch 2."""
+    env.extra = env.module.prepared(env).asked
+    with tempfile.TemporaryDirectory() as folder:
+        path = dist_folder(folder, env) + "/at.ckpt"
+        first = env.trainer(max_epochs=2)
+        first.fit(env.module)
+        first.save_checkpoint(path)
+        trainer = env.trainer(max_epochs=5, reload_dataloaders_every_n_epochs=3)
+        trainer.fit(env.module, ckpt_path=path)
+    return trainer
+
+
+def dist_folder(folder: str, env: Env) -> str:
+    """The folder of rank 0."""
+    folders = [folder]
+    if env.ranks:
+        dist.broadcast_object_list(folders)
+    return folders[0]
+
+
 class Data(LightningDataModule):
     """Changes batches on their way."""
 
@@ -268,6 +317,8 @@ RUNS: dict[str, Callable[[Env], Trainer]] = {
     "accumulation": fitted(lambda env: (env.train(),), accumulate_grad_batches=3),
     "data module": with_data_module,
     "reloaded": reloaded,
+    "prepared": prepared,
+    "resumed, reloaded": resumed_reload,
     "no training batches": fitted(both, limit_train_batches=0),
     "no epochs": fitted(both, max_epochs=0),
     "at once, uneven": fitted(
@@ -282,12 +333,14 @@ MODULES: dict[str, type[LightningModule]] = {
     "at once, uneven": Named,
     "stopped": StopsEpochs,
     "strided batches": Reshapes,
+    "prepared": Prepares,
+    "resumed, reloaded": Prepares,
 }
 
 
-def run(name: str, ranks: int | None) -> dict[str, Any]:
+def run(name: str, ranks: int | None, in_order: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
-    env = Env(ranks, MODULES.get(name, Net)())
+    env = Env(ranks, MODULES.get(name, Net)(), in_order)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = RUNS[name](env)
@@ -302,12 +355,12 @@ def run(name: str, ranks: int | None) -> dict[str, Any]:
 
 
 CASES = [(name, ranks) for name in RUNS for ranks in (1, 2)]
-IN_DEFAULT = ("every loop", "strided batches", "handed out once")
+IN_DEFAULT = ("every loop", "strided batches", "handed out once", "prepared")
 
 
 @pytest.mark.parametrize(("name", "ranks"), tiered(CASES, lambda case: case[1] == 2 and case[0] in IN_DEFAULT))
 def test_loops_are_those_of_one_device(name: str, ranks: int, worlds: Worlds) -> None:
-    expected = run(name, None)
+    expected = run(name, None, ranks == 1)
     for seen in worlds(ranks).run(run, name, ranks):
         for exact in ("calls", "extra", "at"):
             assert seen.pop(exact) == expected[exact]
