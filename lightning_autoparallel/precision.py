@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,18 +27,36 @@ from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
+_OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients")
 SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
 class ShardedPrecision(Precision):
-    """Clips gradients of which each rank holds a part; ``ranks`` joins all ranks that train, set by the strategy."""
+    """Runs the backward of captured steps, and clips gradients of which each rank holds a part.
+
+    The strategy that runs sets ``ranks``, which joins all ranks that train, and what goes with a backward:
+    ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it, and
+    ``reduce_gradients`` does what micro-batches have left to do.
+    """
 
     ranks: DeviceMesh | None = None
-    reduce_gradients: Callable[[], None] = staticmethod(lambda: None)  # what micro-batches have left to do
+    skips_backward: Callable[[], bool] = staticmethod(lambda: False)
+    around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    reduce_gradients: Callable[[], None] = staticmethod(lambda: None)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no running strategy."""
-        return {key: value for key, value in vars(self).items() if key not in ("ranks", "reduce_gradients")}
+        return {key: value for key, value in vars(self).items() if key not in _OF_THE_STRATEGY}
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """What comes before a backward, if there is one."""
+        return tensor if self.skips_backward() else super().pre_backward(tensor, module)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run the captured backward."""
+        if not self.skips_backward():
+            with self.around_backward():
+                super().backward(tensor, model, *args, **kwargs)
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """Hooks may look at gradients, and change them, as on one device."""
@@ -46,6 +65,8 @@ class ShardedPrecision(Precision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The same of what follows a backward."""
+        if self.skips_backward():
+            return tensor
         self.reduce_gradients()
         with ShardedUpdates():
             return super().post_backward(tensor, module)

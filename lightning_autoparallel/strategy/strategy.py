@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -51,6 +51,7 @@ from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.tools import check_tools, count_every_row_once
+from lightning_autoparallel.strategy.whole import made_whole
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 from lightning_autoparallel.torch_compat.assignments import assigned_in_shards
 from lightning_autoparallel.torch_compat.tree import tree_leaves
@@ -242,6 +243,8 @@ class AutoParallelStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
+        self.precision_plugin.skips_backward = lambda: self._skips
+        self.precision_plugin.around_backward = self._around_backward
         self.precision_plugin.reduce_gradients = self._steps.reduce_gradients
         self.setup_precision_plugin()
         self.restore(trainer)
@@ -368,13 +371,12 @@ class AutoParallelStrategy(SavingStrategy):
         with self._outside.inside():
             return self._steps.run(name, args)
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the captured backward; its collectives are counted with those of the forward."""
+    @contextlib.contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Its collectives are counted with those of the forward."""
         assert self._steps is not None
-        if self._skips:
-            return closure_loss
         with self._outside.inside(), self._steps.backward(), shards_asked_for_nan():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            yield
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -465,30 +467,13 @@ class AutoParallelStrategy(SavingStrategy):
             yield
             return
         assert self.lightning_module is not None
-        engine, optimizers = self._engine, self._all_optimizers(self.lightning_module.trainer)
-        self._steps.reduce_gradients()
-        shards = list(self.lightning_module.parameters())
-        gradients, now = [parameter.grad for parameter in shards], {"params": list(shards)}
-        engine.gather_parameters()
+        optimizers = self._all_optimizers(self.lightning_module.trainer)
         self._is_sharded = False
-        _follow(engine, optimizers, now)
         try:
-            yield
+            with made_whole(self._engine, self._steps, optimizers):
+                yield
         finally:
-            engine.forget_captures()
-            self._steps.forget_captures()
-            engine.shard_parameters()
             self._is_sharded = True
-            _follow(engine, optimizers, now)
-            for parameter, gradient in zip(now["params"], gradients, strict=True):
-                parameter.grad = gradient
-
-
-def _follow(engine: StepEngine, optimizers: Iterable[Optimizer], others: dict[str, Any]) -> None:
-    """Rebind to what is in the module; what optimizers keep stays, to be used when parameters are in shards again."""
-    for optimizer in optimizers:
-        rebind(optimizer, engine.replacements, lambda parameter, key, value: value)
-    engine.replacements.rebind([others])
 
 
 def _show_progress(graph: str, stage: str, seconds: float) -> None:
