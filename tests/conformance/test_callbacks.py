@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -16,13 +20,14 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
+    SpikeDetection,
     ThroughputMonitor,
     Timer,
 )
 from torch import nn
 
 from tests.conformance.saved import MESHES, RULES
-from tests.distributed.jobs import Validated, assert_equals_one_device, train
+from tests.distributed.jobs import Net, Validated, assert_equals_one_device, make_strategy, make_trainer, train
 from tests.tiers import tiered
 from tests.worlds import Worlds
 
@@ -237,3 +242,49 @@ def test_throughput_counts_every_row_once(kind: type[Throughput], mesh: str, wor
     _, samples, batches = train(kind, None).extra
     first = worlds(2).run(train, kind, MESHES[mesh], 2)[0]
     assert first.extra == ({"2": 2, "tp": 1}[mesh], samples, batches)
+
+
+class Spikes(Net):
+    """In its third batch the loss of the last row is far from what it was."""
+
+    strategy: ClassVar = {"capture": "auto"}
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return (losses * self.rises(batch_idx, losses)).mean()
+
+    def rises(self, batch_idx, losses):
+        return 1 + 100 * (batch_idx == 2)
+
+
+class SpikesOnOneRank(Spikes):
+    """In forward mode one rank alone may see it: all end."""
+
+    strategy: ClassVar = {"capture": "forward"}
+
+    def rises(self, batch_idx, losses):
+        is_last = getattr(self.trainer.strategy, "global_rank", 0) == self.trainer.world_size - 1
+        return 1 + 100 * (batch_idx == 2 and is_last)
+
+
+def spiked(kind: type[Spikes], mesh: Mapping[str, int] | None, path: str) -> tuple[str, str]:
+    """What is raised, and what is to be left out next time."""
+    torch.manual_seed(0)
+    module, ranks = kind(), math.prod(mesh.values()) if mesh else 1
+    callback = SpikeDetection(warmup=1, rtol=0.5, exclude_batches_path=path)
+    trainer = make_trainer(make_strategy(mesh, kind.strategy) if mesh else None, ranks, callbacks=[callback])
+    shard = (trainer.global_rank, ranks) if mesh else (0, 1)
+    try:
+        trainer.fit(module, module.loader(*shard))
+    except TrainingSpikeException as error:
+        trainer.strategy.barrier()
+        return str(error), Path(path).read_text()
+    return "", ""
+
+
+@pytest.mark.parametrize("kind", tiered([Spikes, SpikesOnOneRank], lambda kind: kind is SpikesOnOneRank))
+def test_spikes_end_the_training_of_all_ranks(kind: type[Spikes], worlds: Worlds, tmp_path: Path) -> None:
+    expected = spiked(kind, None, str(tmp_path / "alone.json"))
+    assert expected[0]
+    assert worlds(2).run(spiked, kind, MESHES["2"], str(tmp_path / "ours.json")) == [expected] * 2
