@@ -57,6 +57,11 @@ class Records:
             self._lost = error
             raise
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store has not answered."""
+        return self._lost is not None
+
     def any_failure(self) -> bool:
         """Whether a rank has failed."""
         with self._asking():

@@ -49,6 +49,8 @@ class RollCall:
         self._timeout_s, self._end_process = timeout.total_seconds(), end_process
         self._records: Records | None = None
         self._known: list[Failure] = []
+        self._answers: list[Answer] = []
+        self._ended: set[int] = set()
         self._not_heard_of: set[int] = set()
         self._stopped = threading.Event()
         self._rank = 0
@@ -74,7 +76,8 @@ class RollCall:
         self.stop()
         if dist.get_world_size() == 1 or dist.get_backend() == "fake":
             return
-        self._rank, self._known, self._stopped = dist.get_rank(), [], threading.Event()
+        self._rank, self._stopped = dist.get_rank(), threading.Event()
+        self._known, self._answers, self._ended = [], [], set()
         self._records = Records(self._rank)
         watch = _Watch(self, self._records, self._stopped, threading.get_ident())
         threading.Thread(target=watch.run, name="autoparallel-roll-call", daemon=True).start()
@@ -102,6 +105,7 @@ class RollCall:
         if self._records is not None:
             with contextlib.suppress(dist.DistError):  # what is known stays known
                 self._known = self._records.failures() or self._known
+                self._answers, self._ended = self._records.answers(), self._records.ended()
         return self._known
 
     def told(self, error: BaseException) -> BaseException:
@@ -115,11 +119,10 @@ class RollCall:
         waited = lost or isinstance(error, OtherRankError)
         with contextlib.suppress(dist.DistError):
             self._records.fail(Failure(rank=self._rank, text=described(error), waited=waited))
-        if not lost:
-            self._wait(self._everyone_heard, _HEARD_S)
-            return error
-        self._wait(self._is_clear, _ANSWER_S)
-        found = self.verdict()
+        self._wait(self._is_clear if lost else self._everyone_heard, _ANSWER_S if lost else _HEARD_S)
+        found = self.verdict() if lost else None
+        if waited and self._rank == 0:  # with which the store may end: others shall know the answers that it knows
+            self._wait(lambda: False, 2 * _LOOK_S)
         return error if found is None else OtherRankError(f"{found}; rank {self._rank} waited for it")
 
     def verdict(self) -> str | None:
@@ -129,15 +132,17 @@ class RollCall:
             return f"rank {causes[0].rank} has failed: {causes[0].text}"
         if self._records is None:
             return None
-        try:
-            return self._verdict_of_answers(self._records)
-        except dist.DistError:
-            holder = "the agent of torchrun" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
+        accounted, of_agent = self._accounted(), "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+        if self._records.is_lost and (of_agent or 0 not in accounted | self._ended):
+            holder = "the agent of torchrun" if of_agent else "rank 0"
             return f"{holder} {_GONE} (the store by which ranks meet, which it holds, does not answer)"
+        return self._verdict_of_answers(accounted)
 
-    def _verdict_of_answers(self, records: Records) -> str | None:
-        accounted = {self._rank, *(failure.rank for failure in self._known)}
-        ended, answers = records.ended(), [one for one in records.answers() if one.rank not in accounted]
+    def _accounted(self) -> set[int]:
+        return {self._rank, *(failure.rank for failure in self._known)}
+
+    def _verdict_of_answers(self, accounted: set[int]) -> str | None:
+        ended, answers = self._ended, [one for one in self._answers if one.rank not in accounted]
         silent = set(range(dist.get_world_size())) - accounted - ended - {one.rank for one in answers}
         late = [one for one in answers if not one.waits] or answers
         self._not_heard_of = silent | {one.rank for one in answers if not one.waits}

@@ -30,6 +30,7 @@ from lightning_autoparallel.strategy import roll_call, saving
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
 
 AT = 2  # the step at which a rank fails, and the number of steps that are saved before
+MESHES = {2: MESH, 4: {"dp_replicate": 2, "dp_shard": 2}}
 HOWS = ("raises", "killed", "hangs")
 WHERES = ("step", "hook", "validation", "saving")
 
@@ -43,9 +44,11 @@ class Fault:
     rank: int = 1
     timeout_s: float = 20
     options: tuple[tuple[str, Any], ...] = ()
+    ranks: int = 2
 
     def __str__(self) -> str:
-        return "-".join([self.how, self.where, f"rank{self.rank}", *(name for name, _ in self.options)])
+        world = [f"of{self.ranks}"] * (self.ranks > 2)
+        return "-".join([self.how, self.where, f"rank{self.rank}", *world, *(name for name, _ in self.options)])
 
     def strike(self, where: str, step: int) -> None:
         """Fail, if this is the rank and the moment."""
@@ -116,13 +119,17 @@ def fit(folder: str, fault: Fault) -> None:
     if dist.is_initialized():  # by others, who had no reason to be impatient
         _set_pg_timeout(timedelta(seconds=fault.timeout_s), dist.group.WORLD)
     module = Faulty(fault)
-    strategy = make_strategy(MESH, {"timeout": timedelta(seconds=fault.timeout_s), **dict(fault.options)})
-    trainer = make_trainer(
-        strategy, 2, callbacks=[Saves(f"{folder}/run.ckpt")], val_check_interval=1, limit_val_batches=1
+    strategy = make_strategy(
+        MESHES[fault.ranks], {"timeout": timedelta(seconds=fault.timeout_s), **dict(fault.options)}
     )
-    loader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)  # noqa: E731
+    trainer = make_trainer(
+        strategy, fault.ranks, callbacks=[Saves(f"{folder}/run.ckpt")], val_check_interval=1, limit_val_batches=1
+    )
+    loader = lambda: module.loader(strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)  # noqa: E731
     module.train_dataloader = module.val_dataloader = loader
-    with striking_writes(fault), mock.patch.object(roll_call, "_AFTER_TIMEOUT_S", 5.0):
+    # of four ranks some meet the dead one only by a timeout, and then ask the others what they know
+    after_s = 5.0 if fault.ranks == 2 else 15.0
+    with striking_writes(fault), mock.patch.object(roll_call, "_AFTER_TIMEOUT_S", after_s):
         try:
             trainer.fit(module)
         except BaseException as error:

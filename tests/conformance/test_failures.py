@@ -33,6 +33,12 @@ OTHERS = [
     *(Fault(how, "hook", rank=0) for how in HOWS),
     *(Fault(how, "step", options=MODULES) for how in HOWS),
 ]
+OF_FOUR = [
+    *(Fault(how, where, rank, ranks=4) for how in HOWS for where, rank in [("hook", 2), ("validation", 0)]),
+    *(Fault(how, "step", 3, ranks=4) for how in HOWS),
+    *(Fault(how, "saving", 3, options=FOLDER, ranks=4) for how in HOWS),
+]
+FAULTS = [*COMBINED, *SAVING, *OTHERS, *OF_FOUR]
 DEFAULT = {"raises-validation-rank1", "killed-hook-rank0"}  # one that hangs takes a minute of waiting
 AT_FAULT = {
     "raises": "rank {} has failed: ValueError: a fault of the test (failing.py:",
@@ -63,18 +69,19 @@ def step_saved(path: Path) -> Any:
     return torch.load(path, weights_only=True)["global_step"]
 
 
-@pytest.mark.parametrize("fault", tiered([*COMBINED, *SAVING, *OTHERS], lambda fault: str(fault) in DEFAULT), ids=str)
+@pytest.mark.parametrize("fault", tiered(FAULTS, lambda fault: str(fault) in DEFAULT), ids=str)
 def test_the_others_end_and_name_the_rank(fault: Fault, worlds: Worlds, tmp_path: Path) -> None:
-    endings = worlds(2).endings(fit, str(tmp_path), fault)
+    endings = worlds(fault.ranks).endings(fit, str(tmp_path), fault)
     assert ITS_END[fault.how] in str(endings[fault.rank])
-    other = json.loads((tmp_path / f"rank{1 - fault.rank}.json").read_text())
-    assert other["kind"] in ("OtherRankError", "CheckpointError")
     # these ranks end together
     in_step = fault.where == "step" and fault.how == "raises"
     in_file = fault.where == "saving" and fault.how == "raises" and FOLDER[0] not in fault.options
     expected = "rank {} stopped: ValueError: a fault of the test" if in_step else AT_FAULT[fault.how]
     expected = "rank {} has failed: ValueError: a fault of the test" if in_file else expected
-    assert expected.format(fault.rank) in other["text"]
+    for rank in set(range(fault.ranks)) - {fault.rank}:
+        other = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert other["kind"] in ("OtherRankError", "CheckpointError")
+        assert expected.format(fault.rank) in other["text"]
     before = AT - 1 if fault.where == "saving" else AT
     assert step_saved(tmp_path / "run.ckpt") in ([AT - 1, AT] if ASYNC[0] in fault.options else [before])
 
