@@ -80,8 +80,10 @@ class PlanReportCallback(Callback):
         self._directory = Path(trainer.log_dir or trainer.default_root_dir) / "autoparallel"
         self._written = {}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Write what the strategy captured before the first step."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write what the strategy captured for the first step."""
         if batch_idx == 0:
             self._write(trainer)
 

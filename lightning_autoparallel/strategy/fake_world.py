@@ -108,16 +108,10 @@ class PlanningStrategy(AutoParallelStrategy):
         """Plan at once: nothing is to run, no hook and no evaluation."""
         super().setup(trainer)
         assert self._steps is not None
-        trainer.fit_loop.setup_data()
         self._plan_steps(trainer, self._steps)
 
-    def on_train_start(self) -> None:
-        """The steps are planned."""
-
     def _plan_steps(self, trainer: Trainer, steps: LightningSteps) -> None:
-        report = steps.prepare(
-            "training_step", _required("training", sample_training_batch(trainer, at_any_price=True))
-        )
+        report = steps.prepare("training_step", _required("training", sample_training_batch(trainer)))
         assert report is not None, "a step that cannot be captured raises"
         if self._inference:
             report = with_inference(report, self._prepare_validation_step(trainer, steps))

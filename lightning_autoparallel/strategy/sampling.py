@@ -1,15 +1,15 @@
-"""A sample batch, taken without consuming it."""
+"""A sample batch, for planning a step that does not run; a training is captured at its first real batch."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_autoparallel.lightning_compat import Trainer
 from lightning_autoparallel.torch_compat.tree import tree_map
@@ -17,7 +17,7 @@ from lightning_autoparallel.torch_compat.tree import tree_map
 
 @contextlib.contextmanager
 def _random_state_kept(loaders: list[Any]) -> Iterator[None]:
-    """Starting a DataLoader draws its workers' seed and a shuffle: training must not see that."""
+    """Starting a DataLoader draws its workers' seed and a shuffle: what comes after planning must not see that."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     generators = [generator for loader in loaders for generator in _generators(loader)]
     states = [generator.get_state() for generator in generators]
@@ -39,14 +39,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
-def _is_free_to_read(source: Any) -> bool:
-    """Whether reading a batch ahead takes nothing away: of a list, or of a data set that is asked by index."""
-    indexed = isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset)
-    return isinstance(source, (list, tuple)) or (indexed and _has_batches_left(source))
-
-
 def _has_batches_left(source: Any) -> bool:
-    """Whether a second iterator would not go on where the first one stopped, as far as that shows."""
+    """Whether a batch of it can be had that is not missing afterwards, as far as that shows."""
     if hasattr(source, "load_state_dict"):  # it keeps where it is
         return False
     dataset = source.dataset if isinstance(source, DataLoader) else None
@@ -74,30 +68,27 @@ def rows_of_batches(trainer: Trainer, step: str, index: int) -> int | None:
     return min(rows, len(loader.sampler)) if isinstance(loader.sampler, Sized) else rows
 
 
-def sample_training_batch(trainer: Trainer, at_any_price: bool = False) -> tuple[bool, Any]:
-    """The first batch as ``training_step`` will see it, and whether there is one that can be looked at.
-
-    What may hand out each batch once is left alone unless ``at_any_price``: its first real batch will do. The fit loop
-    has set up its loaders.
-    """
-    return _sample(trainer, trainer.train_dataloader, _has_batches_left if at_any_price else _is_free_to_read)
+def sample_training_batch(trainer: Trainer) -> tuple[bool, Any]:
+    """The first batch as ``training_step`` would see it, and whether there is one that can be looked at."""
+    trainer.fit_loop.setup_data()
+    return _sample(trainer, trainer.train_dataloader)
 
 
 def sample_validation_batch(trainer: Trainer) -> tuple[bool, Any]:
-    """The first batch of the first dataloader as ``validation_step`` will see it, and whether there is one."""
+    """The first batch of the first dataloader as ``validation_step`` would see it, and whether there is one."""
     trainer.validating = True
     trainer.fit_loop.epoch_loop.val_loop.setup_data()
     trainer.training = True
     loaders = trainer.val_dataloaders
-    return _sample(trainer, loaders[0] if isinstance(loaders, list) and loaders else loaders, _has_batches_left)
+    return _sample(trainer, loaders[0] if isinstance(loaders, list) and loaders else loaders)
 
 
-def _sample(trainer: Trainer, loaders: Any, may_be_read: Callable[[Any], bool]) -> tuple[bool, Any]:
+def _sample(trainer: Trainer, loaders: Any) -> tuple[bool, Any]:
     if loaders is None:
         return False, None
     leaves: list[Any] = []
     tree_map(leaves.append, loaders)
-    if not all(map(may_be_read, leaves)):
+    if not all(map(_has_batches_left, leaves)):
         return False, None
     with _random_state_kept(leaves):
         first = {id(loader): next(iter(loader), _EMPTY) for loader in leaves}

@@ -20,7 +20,6 @@ from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
-from lightning_autoparallel.errors import StepFailedError
 from lightning_autoparallel.lightning_compat import (
     A_TRAINER,
     LightningModule,
@@ -46,7 +45,6 @@ from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memory_note
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.pruning import pruned_whole
-from lightning_autoparallel.strategy.sampling import sample_training_batch
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
@@ -161,7 +159,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._engine_precision: str | None = None
         self._steps: LightningSteps | None = None
         self._ran = "training_step"  # or a sibling: the last that ran
-        self._skips = self._is_sharded = False
+        self._skips = self._is_sharded = self._told_plan = False
         self._while_set_up = contextlib.ExitStack()
         self.leave_sharded = leave_sharded
         self.weights_to_come = WeightsToCome()
@@ -225,7 +223,7 @@ class AutoParallelStrategy(SavingStrategy):
         """Shard the model, make the optimizers, capture the training step."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._failed = False
+        self._failed = self._told_plan = False
         module = self.lightning_module
         check_module(module, whole_steps=self.capture.mode == "step")
         engine = self._engine_for(module)
@@ -274,29 +272,6 @@ class AutoParallelStrategy(SavingStrategy):
         assert self._control is not None
         shard_and_load(engine, self.weights_to_come, self._control)
         self._is_sharded = True
-
-    def on_train_start(self) -> None:
-        """Capture before the first step, so that what is wrong with it shows before anything has been trained."""
-        super().on_train_start()
-        assert self.lightning_module is not None and self._steps is not None
-        if "training_step" not in self._steps.modes:
-            self._prepare_training_step(self.lightning_module.trainer, self._steps)
-
-    def _prepare_training_step(self, trainer: Trainer, steps: LightningSteps) -> None:
-        found, batch = sample_training_batch(trainer)
-        if not found:
-            return
-        try:
-            with self._outside.inside():
-                report = steps.prepare("training_step", batch)
-        except StepFailedError as error:
-            # The step may need what on_train_epoch_start sets up: its first call will show whether it works.
-            rank_zero_warn(
-                f"training_step could not be captured before training ({error}): it will be at its first step"
-            )
-            return
-        if report is not None:
-            rank_zero_info(_summary(report))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Optimizers over the sharded parameters; those of an earlier fit would hold others."""
@@ -349,9 +324,17 @@ class AutoParallelStrategy(SavingStrategy):
         """Run the training step on this rank's batch; all ranks may skip it by None, as on one device."""
         assert self.lightning_module is not None
         output = self._run("training_step", (*args, *kwargs.values()))
+        self._tell_plan()
         self._skips = output is None and self.lightning_module.automatic_optimization
         # Lightning refuses None where there are several processes, not knowing that all of them skip.
         return torch.full((), math.nan, device=self.root_device) if self._skips and self.world_size > 1 else output
+
+    def _tell_plan(self) -> None:
+        """Say once in a fit what its whole step does."""
+        assert self._steps is not None
+        if not self._told_plan and self._steps.modes.get("training_step") == "step":
+            self._told_plan = True
+            rank_zero_info(_summary(self.reports["training_step"]))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from tests.distributed.jobs import Losses, make_strategy, make_trainer
 from tests.numerics.training import full
@@ -292,6 +294,32 @@ def with_data_module(env: Env) -> Trainer:
     return trainer
 
 
+class Turns(Sampler):
+    """Begins at another row each time that it is read."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.readings = rows, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.readings += 1
+        return iter([(row + 3 * self.readings) % self.rows for row in range(self.rows)])
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def kept_workers(env: Env) -> Trainer:
+    """Workers are those of the loader's only iterator; a sampler knows how often it was read."""
+    batches = _batches()
+    parts = [tuple(part.chunk(env.ranks or 1)[env.rank] for part in batch) for batch in batches]
+    options = {"batch_size": None, "sampler": Turns(len(parts)), "num_workers": 1, "persistent_workers": True}
+    trainer = env.trainer(use_distributed_sampler=False)
+    # ranks of our worlds are daemons, to which multiprocessing gives no children
+    with mock.patch.dict(vars(multiprocessing.current_process())["_config"], daemon=False):
+        trainer.fit(env.module, DataLoader(parts, **options))
+    return trainer
+
+
 def both(env: Env) -> tuple[Any, ...]:
     return env.train(), env.val()
 
@@ -319,6 +347,7 @@ RUNS: dict[str, Callable[[Env], Trainer]] = {
     "reloaded": reloaded,
     "prepared": prepared,
     "resumed, reloaded": resumed_reload,
+    "workers that are kept": kept_workers,
     "no training batches": fitted(both, limit_train_batches=0),
     "no epochs": fitted(both, max_epochs=0),
     "at once, uneven": fitted(
@@ -355,7 +384,7 @@ def run(name: str, ranks: int | None, in_order: bool = False) -> dict[str, Any]:
 
 
 CASES = [(name, ranks) for name in RUNS for ranks in (1, 2)]
-IN_DEFAULT = ("every loop", "strided batches", "handed out once", "prepared")
+IN_DEFAULT = ("every loop", "strided batches", "handed out once", "prepared", "workers that are kept")
 
 
 @pytest.mark.parametrize(("name", "ranks"), tiered(CASES, lambda case: case[1] == 2 and case[0] in IN_DEFAULT))

@@ -1,4 +1,4 @@
-"""Which loaders may be looked at before training: those from which reading a batch takes nothing."""
+"""Which loaders can be planned for: those that have their batches still after one was looked at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_autoparallel.strategy.sampling import _is_free_to_read
+from lightning_autoparallel.strategy.sampling import _has_batches_left
 
 
 class Stream(IterableDataset):
@@ -29,15 +29,15 @@ class Remembers(DataLoader):
 
 
 @pytest.mark.parametrize(
-    ("source", "is_free"),
+    ("source", "can_be"),
     [
         ([1, 2], True),
         (DataLoader(torch.arange(4)), True),
-        (DataLoader(Stream()), False),
+        (DataLoader(Stream()), True),
         (iter([1, 2]), False),
         (Remembers(torch.arange(4)), False),
     ],
     ids=["list", "by index", "stream", "iterator", "remembers"],
 )
-def test_only_what_can_be_read_again_is_read_ahead(source: Any, is_free: bool) -> None:
-    assert _is_free_to_read(source) == is_free
+def test_only_what_can_be_read_again_is_looked_at(source: Any, can_be: bool) -> None:
+    assert _has_batches_left(source) == can_be
