@@ -20,10 +20,11 @@ def _files(trainer):
 
 
 class _Watch(Callback):
-    """Notes the files there are at the first step."""
+    """Notes the files there are after the first step."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.files = _files(trainer)
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            self.files = _files(trainer)
 
 
 def test_each_captured_step_has_its_two_files(run):
@@ -99,7 +100,7 @@ def test_other_ranks_write_nothing(run, reporting, monkeypatch):
     strategy.reports["training_step"] = strategy._to_capture["training_step"]
     callback.setup(trainer, None, "fit")
     monkeypatch.setattr(type(strategy), "is_global_zero", False)
-    callback.on_train_start(trainer, None)
+    callback.on_train_batch_end(trainer, None, None, None, 0)
     assert not _directory(trainer).exists()
 
 
