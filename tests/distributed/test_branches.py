@@ -138,7 +138,7 @@ def test_what_a_step_keeps_is_that_of_one_device(worlds: Worlds) -> None:
     assert_equals_one_device(outcomes, expected)
     for outcome in outcomes:
         torch.testing.assert_close(outcome.extra, expected.extra)
-    assert outcomes[0].said("is captured again: self.beta was 0.0 and is 1.0") == 1
+    assert outcomes[0].said("is captured again: self.beta was 1.0 and is 2.0") == 1
     assert outcomes[0].said("captured again") == 1
 
 
