@@ -112,7 +112,6 @@ class PlanningStrategy(AutoParallelStrategy):
 
     def _plan_steps(self, trainer: Trainer, steps: LightningSteps) -> None:
         report = steps.prepare("training_step", _required("training", sample_training_batch(trainer)))
-        assert report is not None, "a step that cannot be captured raises"
         if self._inference:
             report = with_inference(report, self._prepare_validation_step(trainer, steps))
         self.report = self._with_optimizers(_without_compiling(report))
@@ -125,9 +124,7 @@ class PlanningStrategy(AutoParallelStrategy):
         modes = [(submodule, submodule.training) for submodule in self.lightning_module.modules()]
         self.lightning_module.eval()
         try:
-            report = steps.prepare("validation_step", batch)
-            assert report is not None, "a step that cannot be captured raises"
-            return report
+            return steps.prepare("validation_step", batch)
         finally:
             for submodule, training in modes:
                 submodule.training = training

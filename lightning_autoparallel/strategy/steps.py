@@ -79,10 +79,14 @@ class LightningSteps:
             self._climb_down(name, CaptureError(reason))
         return self.modes.get(name, "step")
 
-    def prepare(self, name: str, batch: Any) -> PlanReport | None:
-        """Capture a step for batches like this one, without running it; None if its Python will run instead."""
-        if self.mode(name) == "forward":
-            return None
+    def prepare(self, name: str, batch: Any) -> PlanReport:
+        """Capture a whole step for batches like this one, without running it.
+
+        Raises:
+            AutoParallelError: it cannot be captured whole.
+        """
+        mode = self.mode(name)
+        assert mode == "step", "who plans asks for whole steps"
         args = (batch, 0) if self._takes_index(name) else (batch,)
         self._engine.deferred.active = name == "training_step" and self._defers()
         try:
@@ -91,7 +95,7 @@ class LightningSteps:
             raise
         except (*NOT_CAPTURED, RanksDifferError) as error:
             self._climb_down(name, error)
-            return None
+            raise
 
     def run(self, name: str, args: tuple[Any, ...]) -> Any:
         """One real step on what Lightning gives it: the batch, then the indices of batch and dataloader it asks for."""

@@ -220,7 +220,7 @@ class AutoParallelStrategy(SavingStrategy):
         plan_axes(self.config.plan, self.mesh)
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, make the optimizers, capture the training step."""
+        """Shard the model and make the optimizers; the first batch of each step captures it."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._failed = self._told_plan = False

@@ -251,7 +251,7 @@ def prepared(env: Env) -> Trainer:
 
 
 def resumed_reload(env: Env) -> Trainer:
-    """An epoch of the data of epoch 0, then, resumed, three of that of epoch 2."""
+    """Two epochs of the data of epoch 0, then, resumed, three of that of epoch 2."""
     env.extra = env.module.prepared(env).asked
     with tempfile.TemporaryDirectory() as folder:
         path = dist_folder(folder, env) + "/at.ckpt"
