@@ -19,7 +19,7 @@ from lightning_autoparallel.checkpoint.single import (
     load_full_model_state,
     load_full_optimizer_state,
 )
-from lightning_autoparallel.checkpoint.single_file import write_file
+from lightning_autoparallel.checkpoint.single_file import read_file, write_file
 from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, state_bytes
 from lightning_autoparallel.checkpoint.stored import Part, StoredSpec, StoredTensors, fill_parts, own_checkpoint
 from lightning_autoparallel.checkpoint.together import first_rank_runs
@@ -54,6 +54,7 @@ __all__ = [
     "optimizer_state",
     "own_checkpoint",
     "put_back_in",
+    "read_file",
     "save_folder",
     "save_weights",
     "state_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -50,22 +51,28 @@ def _gathered(state: Mapping[str, Any], keep: bool, made: list[Tensor] | None) -
     return whole if keep else {}
 
 
-def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool, on_disk: bool = False) -> None:
     """Load whole tensors into a module that takes them (``take_whole_tensors``) where it has shards.
+
+    Args:
+        on_disk: they lie in a file (``read_file``): none of them is kept.
 
     Raises:
         CheckpointError: keys are missing or unexpected (if ``strict``), or a shape differs.
     """
     try:
-        module.load_state_dict(state, strict=strict)
+        module.load_state_dict(_in_memory(module, state) if on_disk else state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 
 
-def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], on_disk: bool = False) -> None:
     """Load what ``optimizer.state_dict()`` gave on one device into an optimizer over DTensors.
 
     Where ``configure_optimizers`` gives none, Lightning has one that keeps nothing.
+
+    Args:
+        on_disk: as for ``load_full_model_state``.
 
     Raises:
         CheckpointError: the optimizer has other groups of parameters.
@@ -74,13 +81,29 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     cut = {
-        number: {key: sharded_state(by_number.get(number), key, value) for key, value in values.items()}
+        number: {key: _cut(by_number.get(number), key, value, on_disk) for key, value in values.items()}
         for number, values in state.get("state", {}).items()
     }
     try:
         optimizer.load_state_dict({**state, "state": cut})
     except ValueError as error:
         raise CheckpointError(f"the checkpoint does not fit the optimizer: {error}") from error
+
+
+def _in_memory(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` from a file: torch copies what is a parameter's; what else modules are given, they may keep."""
+    own: dict[str, Any] = copy.copy(state) if isinstance(state, dict) else dict(state)  # with its versions
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own.update(copy.deepcopy({key: value for key, value in own.items() if key not in parameters}))
+    return own
+
+
+def _cut(parameter: Tensor | None, key: str, value: Any, on_disk: bool) -> Any:
+    """This rank's part of a value of the state of ``parameter``, in memory."""
+    part = sharded_state(parameter, key, value)
+    if not on_disk or (isinstance(part, Tensor) and _storage(part) != _storage(value)):
+        return part
+    return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
 
 
 def _storage(tensor: Tensor) -> int:

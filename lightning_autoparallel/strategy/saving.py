@@ -29,6 +29,7 @@ from lightning_autoparallel.checkpoint import (
     load_sharded_optimizers,
     model_state,
     optimizer_state,
+    read_file,
     save_folder,
     state_bytes,
     write_file,
@@ -71,6 +72,7 @@ class SavingStrategy(WorldStrategy):
         self._failed = self._restored = False
         self._folder: Location | None = None
         self._weights_only: bool | None = None
+        self._on_disk = False  # tensors of the file that was read last
         self._writer = BackgroundWriter(timeout) if async_save else None
         self._as_folder: bool | None = None  # what the last checkpoint was
         self._made: list[Tensor] = []  # for the next file, by gathering
@@ -238,7 +240,7 @@ class SavingStrategy(WorldStrategy):
         self._folder = location if location is not None and location.is_folder() else None
         self._weights_only = weights_only
         if self._folder is None:
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = self._read(path, location, weights_only)
             random_state = checkpoint.pop(RANDOM_STATE, {})
         else:
             module = self.lightning_module
@@ -248,11 +250,20 @@ class SavingStrategy(WorldStrategy):
             self._engine.random_state = random_state
         return checkpoint
 
+    def _read(self, path: str, location: Location | None, weights_only: bool | None) -> dict[str, Any]:
+        """A single file, of which each rank keeps on the disk what it can."""
+        ours = type(self.checkpoint_io) is TorchCheckpointIO
+        on_disk = read_file(location, weights_only) if location is not None and ours else None
+        self._on_disk = on_disk is not None
+        if on_disk is not None:
+            return on_disk
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Cut the model of a single file into shards; ``load_checkpoint`` has loaded that of a folder."""
         if self._folder is None:
             assert self.lightning_module is not None
-            load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict)
+            load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict, self._on_disk)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Cut the optimizers' states of a single file into shards, or load those of a folder."""
@@ -260,4 +271,4 @@ class SavingStrategy(WorldStrategy):
             assert self.lightning_module is not None
             return load_sharded_optimizers(self._folder, self.lightning_module, self.optimizers, self._weights_only)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_full_optimizer_state(optimizer, state)
+            load_full_optimizer_state(optimizer, state, self._on_disk)

@@ -20,5 +20,6 @@ def test_memory_of_saving_and_loading() -> None:
         assert folder.saving_bytes <= 1.5 * folder.share_bytes
         assert folder.loading_bytes <= 1.5 * folder.share_bytes
         assert file.saving_bytes <= 1.1 * 2 * file.share_bytes  # the whole state, once
-        assert file.loading_bytes <= 1.1 * 3 * file.share_bytes  # and this rank's shards
+        assert file.loading_bytes <= 1.5 * file.share_bytes
+        assert file.loading_bytes >= 0.6 * file.share_bytes  # the optimizer's shards are there, and were seen
     assert len(table(costs)) == len(KINDS) * len(MODES) + len(KINDS)

@@ -168,6 +168,30 @@ def test_a_place_that_cannot_be_written(options, worlds: Worlds, tmp_path: Path)
         assert str(tmp_path / "file") in text
 
 
+def resume_while_it_is_overwritten(path: str, plan: str) -> list[float]:
+    """Losses of a run that goes on from a file, which has only zeros from the first step on."""
+    real = saving.SavingStrategy.load_optimizer_state_dict
+
+    def load(self: Any, checkpoint: Any) -> None:
+        real(self, checkpoint)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with open(path, "r+b") as file:
+                file.write(bytes(Path(path).stat().st_size))
+        dist.barrier()
+
+    with mock.patch.object(saving.SavingStrategy, "load_optimizer_state_dict", load):
+        return go(Place("2", plan), ALL, None, path).losses
+
+
+@pytest.mark.parametrize("plan", tiered(["ddp", "fsdp"], "ddp".__eq__))
+def test_nothing_of_a_file_is_kept_where_it_lies(plan: str, worlds: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "run{}.ckpt")
+    (losses, _), _ = worlds(2).run(train, path, (HALF,), {})
+    for resumed in worlds(2).run(resume_while_it_is_overwritten, path.format(HALF), plan):
+        torch.testing.assert_close(resumed, losses[HALF:], rtol=1e-5, atol=0)
+
+
 def remote(options: dict[str, Any]) -> tuple[list[float], list[float]]:
     losses, _ = train("memory://runs/{}.ckpt", (HALF,), options, {"dp_shard": 1})
     return losses, go(Place("1"), ALL, None, f"memory://runs/{HALF}.ckpt").losses
