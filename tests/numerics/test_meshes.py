@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from tests.numerics.combinations import Settings, every, in_turn, pairs
-from tests.numerics.compare import case_of, check_case
+from tests.numerics.compare import TIMEOUT_S, case_of, check_case
 from tests.numerics.rules import RULES
 from tests.numerics.training import Case
 from tests.tiers import tiered
 from tests.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 # A plan without rules would leave tp idle, which is refused; rules may name tp only.
 PLACES = [

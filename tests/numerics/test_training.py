@@ -7,11 +7,13 @@ import itertools
 import pytest
 
 from tests.numerics.combinations import every, pairs
-from tests.numerics.compare import case_of, check_case
+from tests.numerics.compare import TIMEOUT_S, case_of, check_case
 from tests.numerics.models import MODELS
 from tests.numerics.training import Case
 from tests.tiers import tiered
 from tests.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 ONE, TWO, TWO_BY_TWO = (("dp_shard", 1),), (("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2))
 SETTINGS = {"mesh": [TWO, TWO_BY_TWO], "plan": ["ddp", "fsdp"], "optimizer": ["adamw", "sgd"]}
