@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_autoparallel.apply import sharded_state
@@ -64,6 +65,8 @@ def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: b
         module.load_state_dict(_in_memory(module, state) if on_disk else state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
+    if on_disk:
+        _take_into_memory(module, state)
 
 
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], on_disk: bool = False) -> None:
@@ -96,6 +99,14 @@ def _in_memory(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own.update(copy.deepcopy({key: value for key, value in own.items() if key not in parameters}))
     return own
+
+
+def _take_into_memory(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copy what ``_load_from_state_dict`` of a part assigned instead of copying it."""
+    on_disk = {_storage(value) for value in state.values() if isinstance(value, Tensor)}
+    for parameter in module.parameters():
+        if not is_lazy(parameter) and _storage(parameter) in on_disk:
+            parameter.data = parameter.data.clone()
 
 
 def _cut(parameter: Tensor | None, key: str, value: Any, on_disk: bool) -> Any:

@@ -105,6 +105,17 @@ def weights_only_of_run() -> bool | None:
     return given if isinstance(given, bool) else None
 
 
+def gets_checkpoints(module: LightningModule) -> bool:
+    """Whether a hook of the module or of a callback is given checkpoints that are loaded: it may keep parts of them."""
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    hooks: list[tuple[Any, Any]] = [
+        (module.load_state_dict, LightningModule.load_state_dict),
+        (module.on_load_checkpoint, LightningModule.on_load_checkpoint),
+        *((callback.on_load_checkpoint, Callback.on_load_checkpoint) for callback in callbacks),
+    ]
+    return any(getattr(hook, "__func__", None) is not plain for hook, plain in hooks)
+
+
 def restore_modules_and_callbacks(trainer: Trainer) -> None:
     """Load model, datamodule and callbacks from what ``fit`` or a sibling was given as ``ckpt_path``, if anything.
 
@@ -202,6 +213,7 @@ __all__ = [
     "distributed_is_initialized",
     "evaluates_one_by_one",
     "extract_batch_size",
+    "gets_checkpoints",
     "grad_norm",
     "init_process_group",
     "injected_samplers",

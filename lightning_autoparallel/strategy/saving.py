@@ -39,6 +39,7 @@ from lightning_autoparallel.errors import CheckpointError, ConfigError
 from lightning_autoparallel.lightning_compat import (
     TorchCheckpointIO,
     Trainer,
+    gets_checkpoints,
     rank_zero_info,
     rank_zero_warn,
     restore_modules_and_callbacks,
@@ -251,9 +252,10 @@ class SavingStrategy(WorldStrategy):
         return checkpoint
 
     def _read(self, path: str, location: Location | None, weights_only: bool | None) -> dict[str, Any]:
-        """A single file, of which each rank keeps on the disk what it can."""
-        ours = type(self.checkpoint_io) is TorchCheckpointIO
-        on_disk = read_file(location, weights_only) if location is not None and ours else None
+        """A single file; of its model and optimizers each rank reads later what it keeps, where no hook keeps more."""
+        assert self.lightning_module is not None
+        plain = type(self.checkpoint_io) is TorchCheckpointIO and not gets_checkpoints(self.lightning_module)
+        on_disk = read_file(location, weights_only) if location is not None and plain else None
         self._on_disk = on_disk is not None
         if on_disk is not None:
             return on_disk

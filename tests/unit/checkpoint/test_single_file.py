@@ -28,9 +28,13 @@ def test_a_file_elsewhere_is_refused() -> None:
 
 
 class Keeping(nn.Linear):
-    """Keeps what it is given, as metrics do."""
+    """Keeps what it is given, as metrics do, and its weight, too."""
 
     kept = torch.zeros(4)
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *others)
+        self.weight = nn.Parameter(state[f"{prefix}weight"])
 
     def get_extra_state(self) -> Tensor:
         return self.kept
@@ -63,8 +67,8 @@ def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
     assert checkpoint is not None
 
     other = Keeping(4, 2)
-    its_optimizer = torch.optim.AdamW(other.parameters())
     load_full_model_state(other, checkpoint["state_dict"], strict=True, on_disk=True)
+    its_optimizer = torch.optim.AdamW(other.parameters())
     load_full_optimizer_state(its_optimizer, checkpoint["optimizer_states"][0], on_disk=True)
     with open(path, "r+b") as file:
         file.write(bytes(Path(path).stat().st_size))

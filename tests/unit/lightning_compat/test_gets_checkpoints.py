@@ -1,0 +1,61 @@
+"""Whether a hook is given what is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, WeightAveraging
+
+from lightning_autoparallel.lightning_compat import gets_checkpoints
+
+
+class Plain(LightningModule):
+    pass
+
+
+class Hooked(LightningModule):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+
+class Loads(LightningModule):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class HookedCallback(Callback):
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None: ...
+
+
+def gets(module: LightningModule, *callbacks: Callback) -> bool:
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False}
+    module.trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **options)
+    return gets_checkpoints(module)
+
+
+def test_modules() -> None:
+    assert not gets(Plain())
+    assert gets(Hooked())
+    assert gets(Loads())
+
+
+def test_a_hook_of_one_instance() -> None:
+    module = Plain()
+    module.on_load_checkpoint = lambda checkpoint: None  # type: ignore[method-assign]
+    assert gets(module)
+
+
+@pytest.mark.parametrize(
+    ("callback", "expected"),
+    [
+        (EarlyStopping("loss"), False),
+        (ModelCheckpoint(), False),
+        (LambdaCallback(on_fit_start=print), False),
+        (LambdaCallback(on_load_checkpoint=print), True),
+        (HookedCallback(), True),
+        (WeightAveraging(), True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Callback) else str(value),
+)
+def test_callbacks(callback: Callback, expected: bool) -> None:
+    assert gets(Plain(), callback) is expected
