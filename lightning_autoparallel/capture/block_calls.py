@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.repeats import same_value
 from lightning_autoparallel.torch_compat.constants import is_constant
+from lightning_autoparallel.torch_compat.tracing import mark_parameter
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
 
 
@@ -109,6 +110,9 @@ def call_on(block: nn.Module, inputs: BlockInputs, tensors: Sequence[Tensor]) ->
     """``block.forward`` on other tensors, in the modes of ``inputs``, without the block's own hooks."""
     args, kwargs = inputs.arguments(tensors)
     state = {f"block.{name}": tensors[position] for name, position in inputs.state.items()}
+    for name, _ in block.named_parameters():
+        if f"block.{name}" in state:  # tied ones are there once
+            mark_parameter(state[f"block.{name}"])
     with autocast_as(inputs):
         return torch.func.functional_call(_Bare(block), state, (args, kwargs))
 

@@ -1,24 +1,26 @@
-"""Classes that a step's Python meets: what it reads of them by name, and what it writes there."""
+"""Classes, and functions, that a step's Python meets: what it reads of them by name, and what it writes there."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.plain import Frozen, contents, frozen_value, is_plain
 from lightning_autoparallel.capture.sources import is_user_file
 
+_Met = type | FunctionType
+
 
 class MetClasses:
-    """Classes of the user's files; nothing tells of access to their own attributes, so these are compared."""
+    """Classes and functions of the user's files; nothing tells of access to their attributes, so these are compared."""
 
     def __init__(self) -> None:
-        self._before: dict[type, dict[str, Any]] = {}
-        self._contents: dict[type, dict[str, Frozen]] = {}
+        self._before: dict[_Met, dict[str, Any]] = {}
+        self._contents: dict[_Met, dict[str, Frozen]] = {}
 
     def meet(self, cls: type) -> None:
         """From now on what is assigned to the class, or to one that it inherits from, is seen."""
@@ -26,12 +28,17 @@ class MetClasses:
             if parent not in self._before and _is_users(parent):
                 self._remember(parent)
 
+    def meet_function(self, function: FunctionType) -> None:
+        """The same of a function's attributes."""
+        if function not in self._before:
+            self._remember(function)
+
     def start(self) -> None:
         """A run of the step begins."""
         for cls in list(self._before):
             self._remember(cls)
 
-    def _remember(self, cls: type) -> None:
+    def _remember(self, cls: _Met) -> None:
         self._before[cls] = _attributes(cls)
         self._contents[cls] = {
             name: frozen_value(value, name)
@@ -48,7 +55,7 @@ class MetClasses:
                 old = before.get(name, MISSING)
                 if now.get(name, MISSING) is not old:
                     found = found or f"{cls.__name__}.{name}"
-                    type.__delattr__(cls, name) if old is MISSING else type.__setattr__(cls, name, old)
+                    _put_back(cls, name, old)
             for name, frozen in self._contents[cls].items():
                 if frozen.difference(before[name]) is not None:
                     found = found or f"{cls.__name__}.{name}"
@@ -70,5 +77,10 @@ def _is_users(cls: type) -> bool:
     return file is not None and is_user_file(file)
 
 
-def _attributes(cls: type) -> dict[str, Any]:
+def _put_back(cls: _Met, name: str, old: Any) -> None:
+    kind = type if isinstance(cls, type) else FunctionType
+    kind.__delattr__(cls, name) if old is MISSING else kind.__setattr__(cls, name, old)
+
+
+def _attributes(cls: _Met) -> dict[str, Any]:
     return {name: value for name, value in vars(cls).items() if not name.startswith("__")}

@@ -1,6 +1,7 @@
-"""``float`` and ``int`` for functions of the user's files, so that a converted number stays an expression.
+"""``float``, ``int`` and ``type`` for functions of the user's files.
 
-They take the place of the builtins in the globals of a file that only calls them, or asks ``isinstance``.
+A converted number stays an expression, and the type of a stand-in is that of what it stands for. They take the place of
+the builtins in the globals of a file that only calls them, or asks ``isinstance``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_autoparallel.capture.watch import is_watched, symbolic
+from torch import Tensor
 
-_NAMES = ("float", "int")
+from lightning_autoparallel.capture.leaf_stand_ins import Unread
+from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
+from lightning_autoparallel.capture.watch import is_watched, symbolic
+from lightning_autoparallel.torch_compat.tracing import plain_type
 
 
 class _Converter(type):
@@ -46,19 +50,37 @@ class _Int(int, metaclass=_Converter):
     real: Any = int  # type: ignore[assignment]
 
 
-CONVERTERS = {"float": _Float, "int": _Int}
+class _TypeConverter(_Converter):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _type_of(args[0]) if len(args) == 1 else cls.real(*args, **kwargs)
+
+
+class _Type(type, metaclass=_TypeConverter):
+    real: Any = type
+
+
+CONVERTERS: dict[str, type] = {"float": _Float, "int": _Int, "type": _Type}
+
+
+def _type_of(value: Any) -> type:
+    """The type that ``value`` has at a real step."""
+    if isinstance(value, Tensor):
+        return plain_type(value)
+    if type(value) in (ListStandIn, DictStandIn):
+        return list if type(value) is ListStandIn else dict
+    return value.__class__ if is_watched(value) or type(value) is Unread else type(value)
 
 
 @cache
 def only_called(filename: str) -> frozenset[str]:
-    """The builtins among ``float`` and ``int`` that a source file calls and does nothing else with."""
+    """The builtins among ``CONVERTERS`` that a source file calls and does nothing else with."""
     try:
         tree = ast.parse(Path(filename).read_text())
     except (OSError, SyntaxError, ValueError):
         return frozenset()
     harmless = {id(node) for owner in ast.walk(tree) for node in _harmless(owner)}
     used = {
-        name: [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name] for name in _NAMES
+        name: [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name] for name in CONVERTERS
     }
     return frozenset(name for name, nodes in used.items() if nodes and all(id(node) in harmless for node in nodes))
 

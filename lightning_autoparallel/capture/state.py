@@ -66,6 +66,8 @@ class StepState:
         self.changed_at: dict[int, str] = {}
         self.inputs: set[int] = set()  # parameters and buffers of the run, by identity
         self._values_read: set[int] = set()
+        marks = [(mark, name) for name, parameter in self.module.named_parameters() for mark in vars(parameter)]
+        self._marks = {mark: f"{name}.{mark}" for mark, name in marks}
         self._guards: StateGuards | None = None
 
     def start_over(self, numbers: frozenset[Any]) -> None:
@@ -104,6 +106,12 @@ class StepState:
         if drawn:
             line = self._calls.drew_at if self._calls.drew_at != "?" else self._calls.entered
             raise CaptureError(f"{line} draws from {drawn[0]}: every step would get the same numbers")
+        marked = self._calls.named(self._marks)
+        if marked is not None:
+            line, mark = marked
+            raise CaptureError(
+                f"{line} may read {self._marks[mark]}: while it is captured, parameters have no attributes"
+            )
         changed = self.reads.restored
         if changed is not None:
             raise CaptureError(

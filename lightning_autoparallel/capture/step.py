@@ -40,6 +40,7 @@ from lightning_autoparallel.torch_compat.tracing import (
     export_joint,
     fake_tensor_like,
     fake_tracing,
+    mark_parameter,
     pretend_compiling,
 )
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
@@ -114,6 +115,8 @@ class _Step(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
         state = dict(zip(self._names, tensors, strict=False))
+        for name in request.parameters:
+            mark_parameter(state[name])
         given = list(tensors[len(self._names) :])
         if self.state.needs_vector:
             self.state.watcher.vector = given.pop()

@@ -8,7 +8,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightning_autoparallel.capture.conversions import CONVERTERS, only_called
+from lightning_autoparallel.capture.kept_results import KeptResults
 from lightning_autoparallel.capture.outside import asked_in_c, asked_in_python, refused_outside
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.reads import StateReads
@@ -32,6 +33,7 @@ class StepCalls:
     def __init__(self, reads: StateReads) -> None:
         self._reads = reads
         self.seen: set[CodeType] = set()
+        self._kept = KeptResults()
         self._converted: list[tuple[dict[str, Any], str]] = []
         self._draws = {
             id(getattr(owner, name)) for owner in (random, np.random) for name in dir(owner) if name[0] != "_"
@@ -49,6 +51,7 @@ class StepCalls:
             with refused_outside(self._reads.watcher):
                 yield
         finally:
+            self._kept.forget()
             for table, name in self._converted:
                 del table[name]
             self._converted.clear()
@@ -68,6 +71,14 @@ class StepCalls:
         finally:
             sys.setprofile(before)
 
+    def named(self, names: Collection[str]) -> tuple[str, str] | None:
+        """The line of a function that the run has called and that has one of ``names`` in it, and that name."""
+        for code in self.seen if names else ():
+            for name in (*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))):
+                if name in names:
+                    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}", name
+        return None
+
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         if not self._reads.on:
             return
@@ -81,8 +92,12 @@ class StepCalls:
             if code not in self.seen and is_user_file(code.co_filename):
                 self.seen.add(code)
                 with self._reads.paused():
+                    self._kept.meet(frame)
                     found = _functions_of(frame)
                 self._enter(frame, found)
+            self._kept.called(code, self._reads.writes())
+        elif event == "return":
+            self._refuse(self._kept.returned(frame.f_code, argument, self._reads.writes()), frame)
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
         if id(function) in self._draws or isinstance(getattr(function, "__self__", None), _GENERATORS):
@@ -139,6 +154,8 @@ class StepCalls:
     def _note(self, place: Place, value: Any) -> None:
         if isinstance(value, type):
             self._reads.classes.meet(value)
+        elif isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename):
+            self._reads.classes.meet_function(value)
         if not isinstance(value, ModuleType):
             self._reads.note_as_it_is(place, value)
 

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
@@ -54,7 +55,9 @@ __all__ = [
     "is_fake",
     "is_real",
     "lazy_graph_module",
+    "mark_parameter",
     "nested_tracing",
+    "plain_type",
     "pretend_compiling",
     "record_frames",
     "unset_fake_temporarily",
@@ -115,6 +118,18 @@ def is_real(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not torch._C._functorch.is_functorch_wrapped_tensor(
         tensor
     )
+
+
+def plain_type(tensor: Tensor) -> type:
+    """The type of what a trace's tensor stands for; of others their own."""
+    if type(tensor) not in (FunctionalTensor, FakeTensor):
+        return type(tensor)
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+
+
+def mark_parameter(tensor: Tensor) -> None:
+    """Let a trace's tensor be an ``nn.Parameter`` to ``isinstance``."""
+    tensor._is_param = True  # type: ignore[attr-defined]
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:
