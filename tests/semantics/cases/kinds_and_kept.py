@@ -140,8 +140,17 @@ class TypeIsTensor(Case):
         loss, x = self.loss(batch), batch[0]
         weight = 1.0 if type(x) is torch.Tensor else 3.0
         weight += {torch.Tensor: 0.5}.get(type(x * 2), 5.0)
-        weight += 0.25 if type(self.net[0].weight) is nn.Parameter else 7.0
         return loss * weight
+
+
+class TypeIsParameter(Case):
+    """In forward mode it is a DTensor, as under FSDP2, and a Parameter to `isinstance`."""
+
+    modes = STEP
+    alone = True
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (0.25 if type(self.net[0].weight) is nn.Parameter else 7.0)
 
 
 class TypeOfPlain(Case):
