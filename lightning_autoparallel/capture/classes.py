@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -64,11 +65,24 @@ class MetClasses:
 
     def places(self, codes: Iterable[CodeType]) -> Iterator[tuple[Place, Any, str]]:
         """The attributes that functions of these ``codes`` may have read, with their values and such a function."""
-        named = {name: code for code in codes for name in code.co_names}
+        named = {name: code for code in codes for name in names_in(code)}
         for cls, attributes in self._before.items():
             for name in sorted(named.keys() & attributes.keys()):
                 line = f"{os.path.basename(named[name].co_filename)}:{named[name].co_firstlineno}"
                 yield Place("attribute", cls, name, f"{cls.__name__}.{name}"), attributes[name], line
+
+
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """The names that a function's code has in it, and the texts, which ``getattr`` may be given."""
+    texts, waiting = set(code.co_names), list(code.co_consts)
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, str):
+            texts.add(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            waiting += constant
+    return frozenset(texts)
 
 
 def _is_users(cls: type) -> bool:

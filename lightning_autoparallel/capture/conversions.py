@@ -1,4 +1,4 @@
-"""``float``, ``int`` and ``type`` for functions of the user's files.
+"""``float``, ``int``, ``type`` and ``isinstance`` for functions of the user's files.
 
 A converted number stays an expression, and the type of a stand-in is that of what it stands for. They take the place of
 the builtins in the globals of a file that only calls them, or asks ``isinstance``.
@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_autoparallel.capture.leaf_stand_ins import Unread
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import is_watched, symbolic
-from lightning_autoparallel.torch_compat.tracing import plain_type
+from lightning_autoparallel.torch_compat.tracing import plain_type, stands_for_parameter
 
 
 class _Converter(type):
@@ -54,12 +54,19 @@ class _TypeConverter(_Converter):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return _type_of(args[0]) if len(args) == 1 else cls.real(*args, **kwargs)
 
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
 
 class _Type(type, metaclass=_TypeConverter):
     real: Any = type
 
 
-CONVERTERS: dict[str, type] = {"float": _Float, "int": _Int, "type": _Type}
+def _is_instance(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) or (stands_for_parameter(value) and issubclass(nn.Parameter, kinds))
+
+
+CONVERTERS: dict[str, Any] = {"float": _Float, "int": _Int, "type": _Type, "isinstance": _is_instance}
 
 
 def _type_of(value: Any) -> type:

@@ -66,8 +66,12 @@ class StepState:
         self.changed_at: dict[int, str] = {}
         self.inputs: set[int] = set()  # parameters and buffers of the run, by identity
         self._values_read: set[int] = set()
-        marks = [(mark, name) for name, parameter in self.module.named_parameters() for mark in vars(parameter)]
-        self._marks = {mark: f"{name}.{mark}" for mark, name in marks}
+        marks = [
+            (mark, name)
+            for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers())
+            for mark in vars(tensor)
+        ]
+        self._marks = {mark: f"{name}.{mark}" for mark, name in marks if mark != "_is_param"}  # torch's own
         self._guards: StateGuards | None = None
 
     def start_over(self, numbers: frozenset[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_autoparallel.capture.classes import names_in
 from lightning_autoparallel.capture.conversions import CONVERTERS, only_called
 from lightning_autoparallel.capture.kept_results import KeptResults
 from lightning_autoparallel.capture.outside import asked_in_c, asked_in_python, refused_outside
@@ -74,7 +75,7 @@ class StepCalls:
     def named(self, names: Collection[str]) -> tuple[str, str] | None:
         """The line of a function that the run has called and that has one of ``names`` in it, and that name."""
         for code in self.seen if names else ():
-            for name in (*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))):
+            for name in names_in(code):
                 if name in names:
                     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}", name
         return None
@@ -92,7 +93,6 @@ class StepCalls:
             if code not in self.seen and is_user_file(code.co_filename):
                 self.seen.add(code)
                 with self._reads.paused():
-                    self._kept.meet(frame)
                     found = _functions_of(frame)
                 self._enter(frame, found)
             self._kept.called(code, self._reads.writes())

@@ -87,8 +87,9 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], on
         number: {key: _cut(by_number.get(number), key, value, on_disk) for key, value in values.items()}
         for number, values in state.get("state", {}).items()
     }
+    others = {key: value for key, value in state.items() if key != "state"}
     try:
-        optimizer.load_state_dict({**state, "state": cut})
+        optimizer.load_state_dict({**(copy.deepcopy(others) if on_disk else others), "state": cut})
     except ValueError as error:
         raise CheckpointError(f"the checkpoint does not fit the optimizer: {error}") from error
 
@@ -103,18 +104,28 @@ def _in_memory(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _take_into_memory(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Copy what ``_load_from_state_dict`` of a part assigned instead of copying it."""
-    on_disk = {_storage(value) for value in state.values() if isinstance(value, Tensor)}
+    on_disk = {_memory(value) for value in state.values() if isinstance(value, Tensor)} - {None}
     for parameter in module.parameters():
-        if not is_lazy(parameter) and _storage(parameter) in on_disk:
+        if not is_lazy(parameter) and _memory(parameter) in on_disk:
             parameter.data = parameter.data.clone()
 
 
 def _cut(parameter: Tensor | None, key: str, value: Any, on_disk: bool) -> Any:
     """This rank's part of a value of the state of ``parameter``, in memory."""
     part = sharded_state(parameter, key, value)
-    if not on_disk or (isinstance(part, Tensor) and _storage(part) != _storage(value)):
+    if not on_disk:
         return part
-    return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
+    if not isinstance(part, Tensor):
+        return copy.deepcopy(part)
+    return part.clone() if _memory(part) in (None, _memory(value)) else part
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Where it lies; None for sparse tensors, say."""
+    try:
+        return _storage(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _storage(tensor: Tensor) -> int:

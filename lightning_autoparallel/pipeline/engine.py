@@ -425,7 +425,10 @@ class StepEngine:
 
     def _layout_of(self, name: str) -> ParameterLayout | None:
         parameter = self.module.get_parameter(name)
-        return self.layouts[name] if isinstance(parameter, DTensor) else None
+        if not isinstance(parameter, DTensor):
+            return None
+        named = self.module.named_parameters(remove_duplicate=False)
+        return self.layouts[next(own for own, other in named if other is parameter and own in self.layouts)]
 
     def _other_kind(self, name: str, layout: BatchLayout) -> str:
         if any(key[:2] == (name, layout) and variants for key, variants in self._variants.items()):

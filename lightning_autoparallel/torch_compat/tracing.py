@@ -60,6 +60,7 @@ __all__ = [
     "plain_type",
     "pretend_compiling",
     "record_frames",
+    "stands_for_parameter",
     "unset_fake_temporarily",
 ]
 
@@ -124,12 +125,17 @@ def plain_type(tensor: Tensor) -> type:
     """The type of what a trace's tensor stands for; of others their own."""
     if type(tensor) not in (FunctionalTensor, FakeTensor):
         return type(tensor)
-    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    return nn.Parameter if stands_for_parameter(tensor) else Tensor
 
 
 def mark_parameter(tensor: Tensor) -> None:
-    """Let a trace's tensor be an ``nn.Parameter`` to ``isinstance``."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+    """Note that a trace's tensor stands for an ``nn.Parameter``; to torch it is none, as it is no leaf."""
+    tensor._stands_for_parameter = True  # type: ignore[attr-defined]
+
+
+def stands_for_parameter(value: Any) -> bool:
+    """Whether ``value`` is a trace's tensor in the place of a parameter."""
+    return type(value) in (FunctionalTensor, FakeTensor) and hasattr(value, "_stands_for_parameter")
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode:

@@ -190,3 +190,68 @@ class MarkedParameters(Case):
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch) + sum(getattr(p, "decay", 0.0) * p.square().sum() for p in self.parameters())
+
+
+class CachedBound(CachedTensor):
+    """As it is advised, in `__init__`; of each layer."""
+
+    quick = pair = False
+
+    def __init__(self):
+        super().__init__()
+        self.factors = [self._cached(), self._cached()]
+
+    @staticmethod
+    def _cached():
+        @lru_cache
+        def factor(columns):
+            return torch.linspace(0.5, 1.5, columns)
+
+        return factor
+
+    def loss(self, batch):
+        x, y = batch
+        return Case.loss(self, (x * self.factors[0](x.shape[1]) * self.factors[1](x.shape[1]), y))
+
+
+class HoldsParameter(Case):
+    """A parameter that the step assigns is no new one, where it is another parameter's name on one device."""
+
+    quick = True
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def training_step(self, batch, batch_idx):
+        self.last = self.net[0].weight
+        return self.loss(batch) + self.last.square().sum() * 0.1
+
+    def on_train_end(self):
+        del self.last
+
+
+class ModuleOfTheStep(Case):
+    modes = STEP
+
+    def training_step(self, batch, batch_idx):
+        layer = nn.Identity()
+        layer.weight = self.net[0].weight
+        return self.loss(batch) + layer.weight.square().sum() * 0.1
+
+
+class FunctionAttributeByText(FunctionAttributeRead):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * getattr(halved, "factor", 1.0)
+
+
+class MarkedByTexts(MarkedParameters):
+    quick = pair = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        for p in self.parameters():
+            for name in ("decay", "other"):
+                if hasattr(p, name):
+                    loss = loss + getattr(p, name) * p.square().sum()
+        return loss

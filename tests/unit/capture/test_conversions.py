@@ -21,8 +21,13 @@ def test_types_of_stand_ins() -> None:
     mark_parameter(parameter)
     assert type_of(made) is torch.Tensor
     assert type_of(parameter) is nn.Parameter
-    assert isinstance(parameter, nn.Parameter)
-    assert not isinstance(made, nn.Parameter)
+    is_instance = CONVERTERS["isinstance"]
+    assert is_instance(parameter, nn.Parameter)
+    assert is_instance(parameter, (int, nn.Parameter))
+    assert is_instance(parameter, torch.Tensor)
+    assert not is_instance(parameter, (int, nn.Module))
+    assert not is_instance(made, nn.Parameter)
+    assert not isinstance(parameter, nn.Parameter)  # torch's own modules take leaves only
 
 
 def test_types_of_everything_else() -> None:
@@ -31,6 +36,7 @@ def test_types_of_everything_else() -> None:
     made = type_of("Made", (list,), {"a": 1})
     assert issubclass(made, list)
     assert made.a == 1
+    assert type_of[nn.Module] == type[nn.Module]
     assert isinstance(int, type_of)
     assert not isinstance(1, type_of)
 
@@ -39,7 +45,7 @@ def test_types_of_everything_else() -> None:
     ("text", "expected"),
     [
         ("def f(x):\n    return type(x) is int\n", {"type"}),
-        ("def f(x: type, y):\n    return isinstance(x, type) and float(y)\n", {"type", "float"}),
+        ("def f(x: type, y):\n    return isinstance(x, type) and float(y)\n", {"type", "float", "isinstance"}),
         ("class Meta(type):\n    pass\n", set()),
         ("def f(x):\n    return x is int\n", set()),
         ("kinds = {type: 1}\n", set()),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_autoparallel.capture.kept_results import KeptResults
 
@@ -22,16 +23,16 @@ def observed(function: Callable[[], Any]) -> tuple[KeptResults, list[str]]:
         if frame.f_code.co_filename != __file__:
             return
         if what == "call":
-            kept.meet(frame)
             kept.called(frame.f_code, len(written))
         elif what == "return":
             said.append(kept.returned(frame.f_code, argument, len(written)) or "")
 
-    sys.setprofile(event)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
+    with FakeTensorMode():
+        sys.setprofile(event)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
     return kept, [text for text in said if text]
 
 
@@ -44,8 +45,13 @@ def tensors(n: int) -> dict[str, Any]:
 
 
 class Held:
+    """Deep down, beside one that nobody made in the run."""
+
+    given = torch.ones(1)
+
     def __init__(self) -> None:
-        self.table = torch.ones(2)
+        self.inner = {"table": (self.given, lambda: made)}
+        made = torch.ones(2)
 
 
 @cache
@@ -62,6 +68,27 @@ def single() -> object:
 def counts() -> int:
     written.append(1)
     return len(written)
+
+
+named_otherwise = lru_cache(lambda n: torch.ones(n))
+
+
+class Bound:
+    """What is advised instead of a cache of the class."""
+
+    def __init__(self) -> None:
+        self.cached = lru_cache(self._made)
+
+    def _made(self) -> torch.Tensor:
+        return torch.ones(1)
+
+
+bound = Bound()
+
+
+@cache
+def encoder() -> list[torch.Tensor]:
+    return [Held.given]
 
 
 def noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,8 +118,10 @@ class Model:
         (lambda: holder(), holder),
         (lambda: wrapped(), wrapped.__wrapped__),
         (lambda: Model().method(), Model.method),
+        (lambda: named_otherwise(2), named_otherwise),
+        (lambda: bound.cached(), bound.cached),
     ],
-    ids=["tensors", "holder", "wrapped", "method"],
+    ids=["tensors", "holder", "wrapped", "method", "named otherwise", "bound"],
 )
 def test_tensors_of_a_run_are_not_kept(function: Callable[[], Any], keeper: Any) -> None:
     keeper.cache_clear()
@@ -104,13 +133,17 @@ def test_tensors_of_a_run_are_not_kept(function: Callable[[], Any], keeper: Any)
 
 
 def test_functions_made_in_others() -> None:
-    @cache
-    def local() -> torch.Tensor:
-        return torch.ones(1)
+    def make() -> Any:
+        @cache
+        def local() -> torch.Tensor:
+            return torch.ones(1)
 
-    kept, _ = observed(local)
+        return local
+
+    first, second = make(), make()
+    kept, _ = observed(lambda: (first(), second()))
     kept.forget()
-    assert local.cache_info().currsize == 0
+    assert first.cache_info().currsize == second.cache_info().currsize == 0
 
 
 def test_what_was_kept_before_stays() -> None:
@@ -121,11 +154,12 @@ def test_what_was_kept_before_stays() -> None:
     assert tensors(3) is before
 
 
-def test_what_holds_no_tensors_stays() -> None:
-    single.cache_clear()
-    kept, _ = observed(single)
+@pytest.mark.parametrize("function", [single, encoder], ids=["an object", "tensors of others"])
+def test_what_holds_nothing_of_the_run_stays(function: Any) -> None:
+    function.cache_clear()
+    kept, _ = observed(function)
     kept.forget()
-    assert single.cache_info().currsize == 1
+    assert function.cache_info().currsize == 1
 
 
 def test_a_change_would_happen_at_each_step() -> None:

@@ -78,6 +78,17 @@ def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
     assert torch.equal(checkpoint["callback"]["a"], seen)
 
 
+def test_tensors_without_a_memory(tmp_path: Path) -> None:
+    module, location = nn.Linear(2, 2), Location(tmp_path / "sparse.ckpt")
+    module.register_buffer("adjacency", torch.eye(3).to_sparse())
+    write_file({"state_dict": module.state_dict()}, location)
+    checkpoint = read_file(location, weights_only=True)
+    assert checkpoint is not None
+    module.adjacency = torch.zeros(3, 3).to_sparse()
+    load_full_model_state(module, checkpoint["state_dict"], strict=True, on_disk=True)
+    assert torch.equal(module.adjacency.to_dense(), torch.eye(3))
+
+
 @pytest.mark.parametrize("weights_only", [True, None])
 def test_a_file_of_an_old_layout_is_read_by_others(weights_only: bool | None, tmp_path: Path) -> None:
     path = tmp_path / "old.ckpt"
