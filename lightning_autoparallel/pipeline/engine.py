@@ -427,8 +427,12 @@ class StepEngine:
         parameter = self.module.get_parameter(name)
         if not isinstance(parameter, DTensor):
             return None
-        named = self.module.named_parameters(remove_duplicate=False)
-        return self.layouts[next(own for own, other in named if other is parameter and own in self.layouts)]
+        if name not in self.layouts:  # a step has assigned it to another name
+            named = self.module.named_parameters(remove_duplicate=False)
+            name = next((own for own, other in named if other is parameter and own in self.layouts), name)
+        if name not in self.layouts:
+            raise CaptureError(f"parameter {name} was made in shards after training began: make it before")
+        return self.layouts[name]
 
     def _other_kind(self, name: str, layout: BatchLayout) -> str:
         if any(key[:2] == (name, layout) and variants for key, variants in self._variants.items()):
