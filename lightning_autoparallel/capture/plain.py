@@ -51,7 +51,15 @@ _FIXED: tuple[type, ...] = (
     types.CodeType,
 )
 _FIXED += (types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property, staticmethod)
-_FIXED += (classmethod, types.GenericAlias, weakref.ReferenceType, np.ufunc, types.GetSetDescriptorType)
+_FIXED += (
+    classmethod,
+    types.GenericAlias,
+    types.UnionType,
+    weakref.ReferenceType,
+    np.ufunc,
+    types.GetSetDescriptorType,
+    type(np.shape),  # what numpy makes of its functions, in C
+)
 _FIXED += (
     type(lru_cache(len)),
     itemgetter,

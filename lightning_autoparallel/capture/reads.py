@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.classes import MetClasses
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
+from lightning_autoparallel.capture.own_attributes import OwnAttributes
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import (
     Freezer,
@@ -238,9 +239,7 @@ class StateReads:
         value = original(owner, name)
         if name == "__dict__" and not _asked_by_torch():
             if isinstance(owner, nn.Module):
-                raise self.watcher.refuse(
-                    f"{user_line()} reads all attributes of a module at once: they change as it trains"
-                )
+                return OwnAttributes(owner, self._known[id(owner)][1], self)
             self._note_content(self._place("slot", owner, name), value)
         return value
 
@@ -351,6 +350,10 @@ class StateReads:
         if self.on:
             size = Place("size", place, None, f"the entries of {place.text}")
             self._keep(size, Frozen(value=size.read(), kind=type(size.read())))
+
+    def all_at_once(self, text: str) -> Exception:
+        """The step asks for every attribute of a module."""
+        return self.watcher.refuse(f"{user_line()} reads all attributes of {text} at once: they change as it trains")
 
     def changed_in_place(self, container: ListStandIn | DictStandIn) -> None:
         """The step changes a container."""

@@ -39,7 +39,7 @@ STRATEGIES = {
     "by object": 'lightning_autoparallel.AutoParallelStrategy(mesh={"dp_shard": -1}, plan="ddp", compile=False)',
     "by object, a backend for each device": (
         "lightning_autoparallel.AutoParallelStrategy("
-        'mesh={"dp_shard": -1}, plan="fsdp", compile=False, process_group_backend="cpu:gloo")'
+        'mesh={"dp_shard": -1}, plan="fsdp", compile=False, process_group_backend="cpu:gloo,cuda:gloo")'
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -255,3 +256,126 @@ class MarkedByTexts(MarkedParameters):
                 if hasattr(p, name):
                     loss = loss + getattr(p, name) * p.square().sum()
         return loss
+
+
+class Recipe:
+    """Made at each step, or kept: a function in its making closes over it."""
+
+    def __init__(self, text: str):
+        self.parts: list[float] = []
+
+        def add(part):
+            self.parts.append(float(part))
+
+        for part in text.split():
+            add(part)
+
+
+@lru_cache
+def recipe(text: str) -> Recipe:
+    return Recipe(text)
+
+
+class MakesWithInner(Case):
+    modes = STEP
+    quick = pair = True
+
+    @classmethod
+    def reset(cls):
+        recipe.cache_clear()
+
+    def training_step(self, batch, batch_idx):
+        made = Recipe("0.5 0.25")
+        return self.loss(batch) * sum(recipe("0.5 1").parts) * sum(made.parts)
+
+
+class KeepsInner(Case):
+    """One that counts, and one with a default that grows: both of the first step, called in later ones."""
+
+    quick = pair = True
+
+    def __init__(self):
+        super().__init__()
+        self.counted = self.grown = None
+
+    def on_train_end(self):
+        self.counted = self.grown = None  # local functions cannot be compared
+
+    def training_step(self, batch, batch_idx):
+        calls = 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            return calls
+
+        def grow(held=[]):  # noqa: B006
+            held.append(1)
+            return len(held)
+
+        if self.counted is None:
+            self.counted, self.grown = count, grow
+        return self.loss(batch) * (0.5 + self.counted()) / self.grown()
+
+
+class Configured(nn.Module):
+    """Looks itself up as `diffusers` models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = {"scale": 0.5}
+        self.shift = 0.1
+
+    def __getattr__(self, name):
+        if "settings" in self.__dict__ and name in self.__dict__["settings"]:
+            return self.__dict__["settings"][name]
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        return x * self.scale + self.__dict__.get("shift", 0.0)
+
+
+class OwnDict(Case):
+    modes = STEP
+    quick = pair = True
+
+    def __init__(self):
+        super().__init__()
+        self.configured = Configured()
+
+    def on_train_epoch_end(self):
+        self.configured.shift += 0.1
+        self.configured.settings["scale"] *= 0.5
+
+    def loss(self, batch):
+        x, y = batch
+        return super().loss((self.configured(x), y))
+
+
+class WholeDict(Case):
+    modes = FORWARD
+    quick = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight_a, self.weight_b = 0.5, 0.25
+
+    def on_train_epoch_end(self):
+        self.weight_a = 1.5
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * sum(value for name, value in self.__dict__.items() if name.startswith("weight_"))
+
+
+SHAPE_OF, ROWS = np.shape, int | None
+
+
+class FixedInC(Case):
+    """A function that numpy makes in C, and a union of types."""
+
+    modes = STEP
+    quick = True
+
+    def training_step(self, batch, batch_idx):
+        columns = SHAPE_OF([[1.0, 2.0]])[1]
+        return self.loss(batch) * (columns if isinstance(len(batch[0]), ROWS) else 0.1)
