@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests._hermetic import no_leaks
-from tests.worlds import Worlds
+from tests.support.hermetic import no_leaks
+from tests.support.worlds import Worlds
 
 # Their files share worlds, one of each size to a folder; the ranks of both leave few cores idle.
 WORLDS = ("tests/distributed", "tests/numerics", "tests/semantics")
@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def hermetic() -> Iterator[None]:
-    """Fail the test if it leaves behind what `tests/_hermetic.py` lists."""
+    """Fail the test if it leaves behind what `tests/support/hermetic.py` lists."""
     with no_leaks():
         yield
 

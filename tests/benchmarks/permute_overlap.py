@@ -25,8 +25,8 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.passes.scheduling.calls import is_heavy
 from lightning_autoparallel.torch_compat.collectives import group_place
-from tests.rings import decompose, rank_inputs, ring_graph
-from tests.worlds import World
+from tests.support.rings import decompose, rank_inputs, ring_graph
+from tests.support.worlds import World
 
 LIMIT = 0.85
 RANKS, ROWS, WIDTH = 4, 2048, 1024  # 8 MiB a shard

@@ -34,7 +34,7 @@ from lightning_autoparallel.callbacks.memory import memory_probe
 from lightning_autoparallel.strategy.out_of_memory import local_bytes
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
-from tests.worlds import World
+from tests.support.worlds import World
 
 SAVES = 4
 KINDS = {"folder": True, "file": False}

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tests.split_graphs import HalfFigures, SplitStep, with_split_step
-from tests.stock_overlap import schedule_as_torch
+from tests.support.split_graphs import HalfFigures, SplitStep, with_split_step
+from tests.support.stock_overlap import schedule_as_torch
 
 RECIPE = ("--config", "llama3/8b", "--data.init_args.batch_size", "2", "--hardware", "h100")
 CASES = (

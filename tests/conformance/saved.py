@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.distributed.jobs import Losses, Net, make_strategy, make_trainer
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 HALF, ALL = 3, 8
 FOLDER: dict[str, Any] = {"save_distributed_checkpoint": True}

@@ -15,8 +15,8 @@ from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.callbacks import CollectiveMonitor
 from lightning_autoparallel.errors import ConfigError
 from tests.distributed.jobs import MESH, Net, Outcome, Uneven, assert_equals_one_device, train
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

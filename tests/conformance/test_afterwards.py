@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.conformance.saved import MESHES, Run
 from tests.distributed.jobs import Losses, make_strategy, make_trainer
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from tests.conformance.saved import MESHES
 from tests.distributed.jobs import Losses, Net, make_strategy, make_trainer
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

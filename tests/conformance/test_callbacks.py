@@ -28,8 +28,8 @@ from torch import nn
 
 from tests.conformance.saved import MESHES, RULES
 from tests.distributed.jobs import Net, Validated, assert_equals_one_device, make_strategy, make_trainer, train
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

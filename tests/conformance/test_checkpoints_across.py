@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.conformance.saved import ALL, HALF, Place, Went, go, went
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

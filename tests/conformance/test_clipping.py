@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.jobs import make_strategy, make_trainer
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -14,9 +14,9 @@ import torch
 
 from lightning_autoparallel.checkpoint import consolidate
 from tests.conformance.failing import AT, HOWS, WHERES, Fault, fit
-from tests.scripts import started
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.scripts import started
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

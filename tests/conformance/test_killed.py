@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lightning_autoparallel.strategy import saving
 from tests.conformance.saved import ALL, FOLDER, HALF, Place, go, train
-from tests.tiers import tiered
-from tests.worlds import WorldError, Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import WorldError, Worlds
 
 pytestmark = pytest.mark.conformance
 

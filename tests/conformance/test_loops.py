@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tests.distributed.jobs import Losses, make_strategy, make_trainer
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.conformance.saved import MESHES, RULES
 from tests.distributed.jobs import Net, assert_equals_one_device, train
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

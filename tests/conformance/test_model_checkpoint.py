@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_autoparallel.checkpoint import consolidate
 from tests.conformance.saved import FOLDER, MESHES
 from tests.distributed.jobs import Net, make_strategy, make_trainer
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

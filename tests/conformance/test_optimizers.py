@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_autoparallel.torch_compat.tree import tree_map
 from tests.distributed.jobs import MESH, Net, Uneven, assert_equals_one_device, failure, train
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_autoparallel.compile import step as compiled_step
 from lightning_autoparallel.pipeline import ready_step
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.pipeline import agreement
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

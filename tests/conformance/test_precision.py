@@ -13,8 +13,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer, train
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

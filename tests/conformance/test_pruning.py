@@ -16,8 +16,8 @@ from torch import nn
 
 from tests.conformance.saved import MESHES, RULES
 from tests.distributed.jobs import Losses, Net, failure, make_strategy, make_trainer
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_autoparallel.checkpoint import put_back_in
 from tests.conformance.saved import ALL, HALF, Place, go
-from tests.scripts import run
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.conformance
 

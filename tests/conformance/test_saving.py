@@ -21,8 +21,8 @@ from lightning_autoparallel.strategy import saving
 from tests.conformance import saved
 from tests.conformance.saved import ALL, FOLDER, HALF, Place, Run, go, train
 from tests.distributed.jobs import make_strategy, make_trainer
-from tests.tiers import tiered
-from tests.worlds import WorldError, Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import WorldError, Worlds
 
 pytestmark = pytest.mark.conformance
 

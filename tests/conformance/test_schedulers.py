@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, make_strategy, make_trainer, train
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

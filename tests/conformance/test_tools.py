@@ -23,8 +23,8 @@ from lightning_autoparallel.errors import ConfigError
 from tests.conformance.saved import MESHES, RULES
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, make_strategy, make_trainer, train
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

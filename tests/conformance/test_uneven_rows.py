@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_autoparallel.errors import ConfigError
 from tests.conformance.saved import MESHES, RULES
 from tests.distributed.jobs import make_strategy, make_trainer
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

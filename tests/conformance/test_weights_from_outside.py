@@ -35,8 +35,8 @@ from tests.conformance.outside import (
 from tests.conformance.saved import MESHES, Place
 from tests.distributed.jobs import make_trainer
 from tests.numerics.training import full
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.conformance
 

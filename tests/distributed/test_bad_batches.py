@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 SECONDS = 120
 

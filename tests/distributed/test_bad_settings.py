@@ -18,7 +18,7 @@ from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.contracts import NodeInfo
 from lightning_autoparallel.errors import ConfigError
 from tests.distributed.jobs import Net, failure, make_strategy, make_trainer, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 @pytest.mark.parametrize(

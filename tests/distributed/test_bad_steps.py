@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed.jobs import MESH, failure, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 FILE = Path(__file__).name
 SECONDS = 120  # generous: a hang would last until the collectives' timeout, 30 minutes

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class Notes:

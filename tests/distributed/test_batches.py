@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.distributed.jobs import MESH, Net, Outcome, assert_equals_one_device, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class Mapped(Net):

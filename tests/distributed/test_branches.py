@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class ByBatchIndex(Net):

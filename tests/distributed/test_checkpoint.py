@@ -14,7 +14,7 @@ from torch import nn
 from lightning_autoparallel.errors import AutoParallelError
 from tests.distributed.jobs import MESH, Losses, Net, make_strategy, make_trainer
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 HALF, ALL = 10, 20
 FOLDERS = {"save_distributed_checkpoint": True}

@@ -20,8 +20,8 @@ from lightning_autoparallel.precision import clip_by_norm
 from lightning_autoparallel.torch_compat.collectives import launched_collectives
 from lightning_autoparallel.torch_compat.sharding import StridedShard
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
-from tests.launches import Launches
-from tests.worlds import Worlds
+from tests.support.launches import Launches
+from tests.support.worlds import Worlds
 
 TWO_BY_TWO = {"dp_replicate": 2, "dp_shard": 2}
 

@@ -20,9 +20,9 @@ from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.torch_compat.collectives import group_place, launched_collectives
 from lightning_autoparallel.torch_compat.inductor import compile_graph
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.rings import GATHERS, SCATTERS, decompose, launches, rank_inputs, ring_graph
+from tests.support.rings import GATHERS, SCATTERS, decompose, launches, rank_inputs, ring_graph
+from tests.support.worlds import Worlds
 from tests.unit.passes.test_decompose import contracting_errors
-from tests.worlds import Worlds
 
 PATTERNS = [("gather", name) for name in GATHERS] + [("scatter", name) for name in SCATTERS]
 ORDERS = ("swizzle", "cyclic", "broadcast")

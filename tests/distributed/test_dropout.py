@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.jobs import Net, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 MESH = {"dp_shard": 2, "tp": 2}
 RATE = 0.25

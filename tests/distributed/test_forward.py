@@ -17,7 +17,7 @@ from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.errors import ConfigError
 from tests.distributed.jobs import MESH, Losses, MemoryLogger, Net, Outcome, failure, make_trainer, train
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 SECONDS = 60  # generous: a hang would last until the collectives' timeout, 30 minutes
 

@@ -19,10 +19,10 @@ from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.passes import joint_groups
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from tests.numerics.chained_gathers import whole_in_backward
-from tests.placements import S
-from tests.sgd import sgd_losses
+from tests.support.placements import S
+from tests.support.sgd import sgd_losses
+from tests.support.worlds import Worlds
 from tests.unit.passes.chains import Chains, gathering
-from tests.worlds import Worlds
 
 AXES = {"dp_shard": 2, "tp": 2}
 PASS, STEPS = "fuse_chained_all_gathers", 20

@@ -16,7 +16,7 @@ from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.torch_compat.collectives import new_ordered_groups
 from lightning_autoparallel.torch_compat.gloo import _devices
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 TORCHS_OWN, OURS = 2, 1
 

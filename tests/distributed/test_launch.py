@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import free_port, run
+from tests.support.scripts import free_port, run
 
 SCRIPT = """
 import torch

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, make_strategy, make_trainer, train
 from tests.numerics.training import local_rows
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class Validated(Net):

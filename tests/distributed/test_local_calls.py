@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.errors import CaptureError, RanksDifferError
 from tests.distributed.test_local_programs import MESHES, caller, engine_of, plain
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 Forward = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepCall, StepEngine
 from lightning_autoparallel.pipeline.stages import StageContext
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 MESHES = {2: {"dp_shard": 2}, 4: {"dp_replicate": 2, "dp_shard": 2}}
 

@@ -10,7 +10,7 @@ import torchmetrics
 from torch import nn
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, failure, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class Logs(Net):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 LARGE = 1031  # rows of the large layer: no multiple of two
 

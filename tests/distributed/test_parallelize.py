@@ -12,7 +12,7 @@ from torch import nn
 from lightning_autoparallel import MeshSpec, parallelize
 from lightning_autoparallel.errors import AutoParallelError
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class Loss(nn.Module):

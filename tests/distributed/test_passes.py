@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_autoparallel import AutoParallelStrategy, parallelize
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.passes import all_passes
-from tests.sgd import sgd_losses
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.sgd import sgd_losses
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 ROWS, STEPS = 8, 20
 

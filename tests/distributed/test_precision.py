@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.distributed.jobs import MESH, Losses, Net, make_strategy, make_trainer, train
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 TWO_BY_TWO = {"dp_replicate": 2, "dp_shard": 2}
 

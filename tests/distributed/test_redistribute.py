@@ -12,10 +12,18 @@ from torch import Tensor, fx, nn
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.plan.named import joint_axes
-from tests.placements import AVG, P, R, S
-from tests.redistributions import INNER_FIRST, Pair, check_all, graph_of_all, pairs_over, parts_of_all, sources_of
-from tests.uneven import nested_joined_from_all, nested_parts_of_all
-from tests.worlds import Worlds
+from tests.support.placements import AVG, P, R, S
+from tests.support.redistributions import (
+    INNER_FIRST,
+    Pair,
+    check_all,
+    graph_of_all,
+    pairs_over,
+    parts_of_all,
+    sources_of,
+)
+from tests.support.uneven import nested_joined_from_all, nested_parts_of_all
+from tests.support.worlds import Worlds
 
 NAMES = ("dp_replicate", "dp_shard", "tp")
 SHAPE = (16, 24)

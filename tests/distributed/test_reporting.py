@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning_autoparallel import CollectiveMonitor, PeakMemoryMonitor, PlanReportCallback, plan
 from tests.distributed.jobs import MESH, Net, Outcome, train
 from tests.numerics.training import local_rows
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 # what planning without a world must say too
 PLANNED = ("plan", "mesh", "forward", "backward", "parameters_bytes", "gradients_bytes", "parameters")

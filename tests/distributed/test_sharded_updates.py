@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.assignments import assigned_in_shards
 from lightning_autoparallel.torch_compat.sharding import StridedShard
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 Update = Callable[[Tensor, Tensor], Any]  # of a parameter and a gradient; what it gives is compared, too
 

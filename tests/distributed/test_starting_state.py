@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.jobs import MESH, Net, assert_equals_one_device, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class UnequalBuffers(Net):

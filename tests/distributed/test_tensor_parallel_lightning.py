@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.jobs import Net, assert_equals_one_device, failure, make_strategy, make_trainer, train
 from tests.distributed.test_clipping import Launches
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 MESH = {"dp_shard": 2, "tp": 2}
 RULES = {"net.0.weight": {"tp": "S(0)"}, "net.0.bias": {"tp": "S(0)"}, "net.2.weight": {"tp": "S(1)"}}

@@ -15,7 +15,7 @@ from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.pipeline import ParallelModule
 from tests.numerics.training import full
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 STEPS = 4
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from tests.distributed.jobs import MESH, Net, Outcome, Validated, assert_equals_one_device, failure, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 
 class Counts(Callback):

@@ -15,7 +15,7 @@ from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 Code = Callable[[nn.Module, Tensor], object]
 

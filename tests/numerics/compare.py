@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.numerics.models import make_model
 from tests.numerics.training import Case, Outcome, run_case, run_rank
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # relative
 # Absolute. In bfloat16 AdamW may take a step of 1e-3 the other way where a gradient is nearly 0.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_autoparallel import autoparallel_backend, parallelize
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
-from tests.replay import Halves, first_partition, launches, saved_bytes, second_partitions
+from tests.support.replay import Halves, first_partition, launches, saved_bytes, second_partitions
 
 
 class Language(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_autoparallel import parallelize
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from tests.numerics.rules import plan_of
-from tests.sgd import sgd_losses
-from tests.worlds import Worlds
+from tests.support.sgd import sgd_losses
+from tests.support.worlds import Worlds
 
 POLICIES = ("none", "selective", "full")
 ROWS, STEPS = 4, 5

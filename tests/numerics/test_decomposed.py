@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.numerics.decomposed import compare, traced
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 STEPS = 20
 ORDERS = ["swizzle", "cyclic", "broadcast"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests._hermetic import no_leaks
 from tests.benchmarks.torch_scheduler import BUCKETS, CASES, RECIPE, START
-from tests.split_graphs import SPLIT_PASSES, HalfFigures, SplitStep, with_split_step
+from tests.support.hermetic import no_leaks
+from tests.support.split_graphs import SPLIT_PASSES, HalfFigures, SplitStep, with_split_step
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 

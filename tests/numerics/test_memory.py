@@ -8,7 +8,7 @@ import pytest
 
 from tests.numerics.memory import measure_step
 from tests.numerics.rules import RULES
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 TENSOR_PARALLEL = {"base": "fsdp", "rules": RULES["llama3"]}
 CASES: dict[str, tuple[dict[str, int], Any, dict[str, Any]]] = {

@@ -16,8 +16,8 @@ import torch
 from lightning_autoparallel.passes import all_passes
 from tests.numerics.combinations import covering_switches
 from tests.numerics.passes import STEPS, Judgement, Place, Switches, judge, store_chained_plan
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 JOB_TIMEOUT_S = 400
 pytestmark = pytest.mark.timeout(1000)  # the first test at a place runs two or three jobs

@@ -10,8 +10,8 @@ from tests.numerics.combinations import every, pairs
 from tests.numerics.compare import TIMEOUT_S, case_of, check_case
 from tests.numerics.models import MODELS
 from tests.numerics.training import Case
-from tests.tiers import tiered
-from tests.worlds import Worlds
+from tests.support.tiers import tiered
+from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.capture import flatten_batch
 from lightning_autoparallel.torch_compat.collectives import launched_collectives
-from tests.launches import Launches
 from tests.numerics.models import make_batches, make_model
 from tests.numerics.rules import plan_of
+from tests.support.launches import Launches
 
 LaunchPair = tuple[dict[str, int], dict[str, int]]  # measured, predicted
 

@@ -16,7 +16,7 @@ from lightning_autoparallel import AutoParallelStrategy
 from tests.semantics.cases import all_cases
 from tests.semantics.judge import judge
 from tests.semantics.run import DDP, PLAIN, Outcome, run_rank, train
-from tests.worlds import Worlds
+from tests.support.worlds import Worlds
 
 CASES = all_cases()
 SECONDS = 90  # of a case on all ranks: a hang would last until the collectives' timeout

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.support.worlds import World, WorldError
 from tests.thirdparty.training import ALONE, Outcome, train
-from tests.worlds import World, WorldError
 
 TOLERANCE = 1e-4  # of weights, buffers and losses; relative to those above 1
 # Of the way that all weights went together: a wrong factor is seen even where steps are short.

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests._hermetic import Leak, _modes, no_leaks
-from tests._sources import ROOT
+from tests.support.hermetic import Leak, _modes, no_leaks
+from tests.support.sources import ROOT
 
 
 def leak_a_process_group(folder):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests._sources import PACKAGE, Source, package_sources
+from tests.support.sources import PACKAGE, Source, package_sources
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

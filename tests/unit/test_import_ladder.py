@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests._sources import PACKAGE, Import, Source, imports_of, package_sources, torch_attributes_of
+from tests.support.sources import PACKAGE, Import, Source, imports_of, package_sources, torch_attributes_of
 
 STAGES = {"capture", "plan", "apply", "passes", "compile"}
 LADDER: list[set[str]] = [

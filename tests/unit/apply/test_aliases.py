@@ -21,8 +21,8 @@ from lightning_autoparallel.contracts import (
 )
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.lockstep import one_group, run_lockstep
-from tests.placements import cut, joined
+from tests.support.lockstep import one_group, run_lockstep
+from tests.support.placements import cut, joined
 
 aten = torch.ops.aten
 R, S0, S1, P = (Replicate(),), (Shard(0),), (Shard(1),), (Partial("sum"),)

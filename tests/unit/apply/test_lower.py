@@ -12,8 +12,8 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.plan import make_plan
 from lightning_autoparallel.torch_compat import collectives
-from tests.lockstep import one_group, run_lockstep
-from tests.placements import cut, joined
+from tests.support.lockstep import one_group, run_lockstep
+from tests.support.placements import cut, joined
 from tests.unit._graphs import captured, run_captured
 
 aten = torch.ops.aten

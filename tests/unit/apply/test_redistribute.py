@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import Placements
-from tests.lockstep import one_group, run_lockstep
-from tests.placements import AVG, MAX, MIN, P, R, S, cut, joined
-from tests.redistributions import (
+from tests.support.lockstep import one_group, run_lockstep
+from tests.support.placements import AVG, MAX, MIN, P, R, S, cut, joined
+from tests.support.redistributions import (
     INNER_FIRST,
     axes_of,
     check_all,

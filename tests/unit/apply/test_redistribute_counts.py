@@ -12,8 +12,8 @@ from lightning_autoparallel.apply.groups import Groups, WarnOnce
 from lightning_autoparallel.apply.steps import COLLECTIVES, plan_steps
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import explicit
-from tests.placements import AVG, MAX, MIN, P, R, S
-from tests.redistributions import (
+from tests.support.placements import AVG, MAX, MIN, P, R, S
+from tests.support.redistributions import (
     INNER_FIRST,
     Pair,
     axes_of,
@@ -23,7 +23,7 @@ from tests.redistributions import (
     ordered_by,
     pairs_over,
 )
-from tests.stock import StockCounts
+from tests.support.stock import StockCounts
 
 SHAPE = (16, 24)
 

@@ -13,9 +13,9 @@ from lightning_autoparallel.apply.groups import Groups
 from lightning_autoparallel.apply.steps import COLLECTIVES, plan_steps
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import explicit, nested_shards
-from tests.lockstep import run_lockstep
-from tests.placements import AVG, P, R, S
-from tests.redistributions import (
+from tests.support.lockstep import run_lockstep
+from tests.support.placements import AVG, P, R, S
+from tests.support.redistributions import (
     INNER_FIRST,
     Pair,
     axes_of,
@@ -27,8 +27,8 @@ from tests.redistributions import (
     pairs_over,
     sources_of,
 )
-from tests.stock import StockCounts
-from tests.uneven import nested_joined_from_all, nested_parts_of_all
+from tests.support.stock import StockCounts
+from tests.support.uneven import nested_joined_from_all, nested_parts_of_all
 
 NAMES = ("dp_replicate", "dp_shard", "tp")
 LOOK_UP = torch.ops.aten.index_select.default

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.mesh import ParallelMesh
-from tests.local_tensors import run_on_local_tensors
-from tests.redistributions import Pair, check_all, graph_of_all, pairs_over, parts_of_all, sources_of
-from tests.uneven import nested_joined_from_all, nested_parts_of_all
+from tests.support.local_tensors import run_on_local_tensors
+from tests.support.redistributions import Pair, check_all, graph_of_all, pairs_over, parts_of_all, sources_of
+from tests.support.uneven import nested_joined_from_all, nested_parts_of_all
 
 NAMES = ("dp_replicate", "dp_shard", "tp")
 SHAPE = (16, 24)

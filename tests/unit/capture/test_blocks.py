@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_autoparallel.capture import capture_step
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.fx import nodes as fxn
-from tests.tiers import tiered
+from tests.support.tiers import tiered
 from tests.unit._graphs import request_of, run_captured
 
 LAYERS = 8

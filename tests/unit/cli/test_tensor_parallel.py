@@ -14,7 +14,7 @@ import pytest
 from lightning_autoparallel.cli import plan as plan_command
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.contracts import PlanReport
-from tests._hermetic import no_leaks
+from tests.support.hermetic import no_leaks
 
 # Launches are attributed to the modules that asked for them before they are merged.
 ONE_BY_ONE = ("--strategy.disabled_passes", '["bucket_collectives"]', "--strategy.decompose_matmuls", "never")

@@ -10,7 +10,7 @@ from torch import fx
 from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.contracts import GraphInput, GraphOutput, PartitionedGraph, ShardedGraph
 from lightning_autoparallel.torch_compat import collectives
-from tests.lockstep import one_group, run_lockstep
+from tests.support.lockstep import one_group, run_lockstep
 
 SIZE = 2
 

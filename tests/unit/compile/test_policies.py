@@ -30,7 +30,7 @@ from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.plan import make_plan
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
-from tests._hermetic import no_leaks
+from tests.support.hermetic import no_leaks
 from tests.unit._graphs import captured
 from tests.unit.compile.joint import Joint, recomputed_of
 

@@ -28,8 +28,8 @@ from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.pipeline import ParallelModule
 from lightning_autoparallel.torch_compat import collectives
 from tests.numerics.rules import RULES
-from tests.replay import Halves, first_partition, launches, saved_bytes, second_partitions
-from tests.tiers import tiered
+from tests.support.replay import Halves, first_partition, launches, saved_bytes, second_partitions
+from tests.support.tiers import tiered
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat import rank_operators as ranked
-from tests.lockstep import one_group, run_lockstep
+from tests.support.lockstep import one_group, run_lockstep
 from tests.unit.cost._graphs import ROUND, Builder, aten
 
 GROUP = "ring"

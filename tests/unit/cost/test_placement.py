@@ -15,7 +15,7 @@ from lightning_autoparallel.cost.placement import (
     redistribution_kind,
     redistribution_time_us,
 )
-from tests.placements import P, R, S
+from tests.support.placements import P, R, S
 
 aten = torch.ops.aten
 ROUND = PlacementRates(

@@ -13,8 +13,8 @@ from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import explicit, local_shape
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.placements import R
-from tests.redistributions import axes_of, groups_of, joint_axis, parts_of_all
+from tests.support.placements import R
+from tests.support.redistributions import axes_of, groups_of, joint_axis, parts_of_all
 
 
 class Chains:

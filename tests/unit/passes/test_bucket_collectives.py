@@ -17,7 +17,7 @@ from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.lockstep import run_lockstep
+from tests.support.lockstep import run_lockstep
 
 aten = torch.ops.aten
 GROUPS = {"g": [[0, 1], [2, 3]], "h": [[0, 2], [1, 3]]}

@@ -12,7 +12,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.lockstep import one_group, run_lockstep
+from tests.support.lockstep import one_group, run_lockstep
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

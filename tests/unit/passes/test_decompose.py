@@ -20,8 +20,18 @@ from lightning_autoparallel.passes.decompose_gather_matmul import decompose_gath
 from lightning_autoparallel.passes.decompose_matmul_scatter import decompose_matmul_scatter
 from lightning_autoparallel.passes.scheduling.calls import is_heavy
 from lightning_autoparallel.passes.sink_waits import sink_waits
-from tests.lockstep import one_group, run_lockstep
-from tests.rings import BATCH, GATHERS, SCATTERS, RingBuilder, decompose, launches, rank_graph, rank_inputs, ring_graph
+from tests.support.lockstep import one_group, run_lockstep
+from tests.support.rings import (
+    BATCH,
+    GATHERS,
+    SCATTERS,
+    RingBuilder,
+    decompose,
+    launches,
+    rank_graph,
+    rank_inputs,
+    ring_graph,
+)
 from tests.unit.cost._graphs import ROUND, aten
 
 ORDERS = [("swizzle", 1), ("cyclic", 1), ("broadcast", 1)]

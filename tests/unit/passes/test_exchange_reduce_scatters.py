@@ -10,7 +10,7 @@ from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.exchange_reduce_scatters import exchange_reduce_scatters
 from lightning_autoparallel.torch_compat import collectives
-from tests.lockstep import one_group, run_lockstep
+from tests.support.lockstep import one_group, run_lockstep
 from tests.unit.cost._graphs import ROUND, Builder, aten
 
 RANKS = 4

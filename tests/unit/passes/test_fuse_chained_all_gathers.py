@@ -16,8 +16,8 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.lockstep import run_lockstep
-from tests.placements import S
+from tests.support.lockstep import run_lockstep
+from tests.support.placements import S
 from tests.unit.passes.chains import Chains
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import fx
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.torch_compat import collectives
-from tests.lockstep import run_lockstep
+from tests.support.lockstep import run_lockstep
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.schedule_overlap import reorder, schedule_overlap
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE
-from tests.lockstep import run_lockstep
+from tests.support.lockstep import run_lockstep
 from tests.unit.cost._graphs import Builder, aten
 from tests.unit.passes.reductions import COSTS, WIDTH, random_graph, reduce_over
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from lightning_autoparallel.passes.sink_waits import sink_waits
 from lightning_autoparallel.torch_compat import collectives
-from tests.lockstep import one_group, run_lockstep
+from tests.support.lockstep import one_group, run_lockstep
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_autoparallel.contracts import CompiledStep
-from tests._hermetic import no_leaks
 from tests.numerics.chained_gathers import SMALL, build_stored, chains_in, llama_request, write_plan
+from tests.support.hermetic import no_leaks
 
 PASS = "fuse_chained_all_gathers"
 LAYERS = 2

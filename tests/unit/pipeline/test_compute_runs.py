@@ -8,9 +8,9 @@ from torch import fx
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.scheduling.calls import is_heavy
-from tests._hermetic import no_leaks
 from tests.benchmarks.torch_scheduler import BUCKETS, RECIPE, START
-from tests.split_graphs import SplitStep, with_split_step
+from tests.support.hermetic import no_leaks
+from tests.support.split_graphs import SplitStep, with_split_step
 
 MOST, FEW = 8, 4
 MESH = ("--world-size", "128", "--strategy.mesh", "{dp_shard: 16, tp: 8}", "--model.init_args.overrides")

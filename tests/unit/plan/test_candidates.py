@@ -11,8 +11,8 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import candidates as module
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.placements import P, R, S
-from tests.simulate import axis_of, node_of
+from tests.support.placements import P, R, S
+from tests.support.simulate import axis_of, node_of
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from lightning_autoparallel.capture import capture_step, describe_call
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import make_plan
-from tests.placements import R, S
+from tests.support.placements import R, S
 from tests.unit._graphs import request_of
 
 

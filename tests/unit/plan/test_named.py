@@ -11,7 +11,7 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.plan import make_plan
 from lightning_autoparallel.plan.named import plan_axes
 from lightning_autoparallel.plan.storage import place_parameters
-from tests.placements import P, R, S
+from tests.support.placements import P, R, S
 from tests.unit._graphs import captured
 
 X = torch.randn(4, 6)

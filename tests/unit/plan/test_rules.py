@@ -10,7 +10,7 @@ from lightning_autoparallel.cost.placement import GENERIC
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.plan.rules import RULES, P, R, S, rule
-from tests.simulate import axis_of, node_of, recombined, run_on_ranks
+from tests.support.simulate import axis_of, node_of, recombined, run_on_ranks
 from tests.unit.plan.samples import SAMPLES, Sample
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import make_plan
-from tests.placements import P, R, S
+from tests.support.placements import P, R, S
 from tests.unit._graphs import captured
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.plan.storage import place_parameters
-from tests.placements import R, S
+from tests.support.placements import R, S
 
 DP = PlanAxis(mesh_axes=("dp_shard",), size=4, rank=0, group_name="dp")
 REPLICAS = PlanAxis(mesh_axes=("dp_replicate",), size=3, rank=0, group_name="replicas")

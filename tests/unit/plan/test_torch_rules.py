@@ -8,7 +8,7 @@ import torch
 from lightning_autoparallel.cost.placement import GENERIC
 from lightning_autoparallel.plan.candidates import CandidateTable
 from lightning_autoparallel.plan.rules import RULES
-from tests.simulate import axis_of, node_of, recombined, run_on_ranks
+from tests.support.simulate import axis_of, node_of, recombined, run_on_ranks
 from tests.unit.plan.samples import Sample, call, integers, x
 
 aten = torch.ops.aten

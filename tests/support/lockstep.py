@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat import collectives
-from tests.placements import reduced
+from tests.support.placements import reduced
 
 Groups = Mapping[str, Sequence[Sequence[int]]]  # group name -> the ranks that share it, one list per instance
 

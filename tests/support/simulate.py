@@ -22,8 +22,8 @@ from lightning_autoparallel.contracts import (
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.lockstep import one_group, run_lockstep
-from tests.placements import cut, joined
+from tests.support.lockstep import one_group, run_lockstep
+from tests.support.placements import cut, joined
 
 
 def node_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import cut_order, explicit, is_shard, local_shape, touch
-from tests.redistributions import axes_of, joined_from_all, parts_of_all
+from tests.support.redistributions import axes_of, joined_from_all, parts_of_all
 
 
 def nested_parts_of_all(full: Tensor, placements: Placements, sizes: Sequence[int]) -> list[Tensor]:

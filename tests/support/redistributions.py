@@ -16,7 +16,7 @@ from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import explicit, local_shape
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
-from tests.placements import AVG, P, R, S, cut, joined
+from tests.support.placements import AVG, P, R, S, cut, joined
 
 Pair = tuple[Placements, Placements]
 TABLE = [R, S(0), S(1), P, AVG]
