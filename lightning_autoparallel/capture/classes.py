@@ -23,11 +23,18 @@ class MetClasses:
         self._before: dict[_Met, dict[str, Any]] = {}
         self._contents: dict[_Met, dict[str, Frozen]] = {}
 
-    def meet(self, cls: type) -> None:
-        """From now on what is assigned to the class, or to one that it inherits from, is seen."""
+    def meet(self, cls: type) -> list[tuple[str, Any]]:
+        """From now on what is assigned to the class, or to one that it inherits from, is seen.
+
+        Returns:
+            The objects of the user's classes that they have, by name, where they were not met before.
+        """
+        found = []
         for parent in cls.__mro__:
             if parent not in self._before and _is_users(parent):
                 self._remember(parent)
+                found += [(name, value) for name, value in self._before[parent].items() if _is_users(type(value))]
+        return found
 
     def meet_function(self, function: FunctionType) -> None:
         """The same of a function's attributes."""

@@ -32,7 +32,6 @@ _LOSSES = (
     aten.soft_margin_loss,
     aten.soft_margin_loss_backward,
     aten.multi_margin_loss,
-    aten.multilabel_margin_loss_forward,
 )
 
 # Take the batch size as a number, which would not fit a shard.

@@ -47,7 +47,7 @@ class ModuleStates:
             or sum(map(len, self._tables)) != len(self._parts)
         ):
             self._walk()
-        training = tuple([own["training"] for own in self._attributes])
+        training = tuple([own.get("training") for own in self._attributes])  # what torch.compile gives has none
         return (
             self._names,
             self._structure,

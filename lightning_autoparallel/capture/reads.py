@@ -11,7 +11,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from threading import get_ident
-from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType
+from types import (
+    AsyncGeneratorType,
+    CodeType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    GenericAlias,
+    MemberDescriptorType,
+    MethodType,
+    UnionType,
+)
 from typing import Any
 
 import numpy as np
@@ -19,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.classes import MetClasses
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
-from lightning_autoparallel.capture.own_attributes import OwnAttributes
+from lightning_autoparallel.capture.own_attributes import OwnAttributes, asks_for_one
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import (
     Freezer,
@@ -239,7 +249,11 @@ class StateReads:
         value = original(owner, name)
         if name == "__dict__" and not _asked_by_torch():
             if isinstance(owner, nn.Module):
-                return OwnAttributes(owner, self._known[id(owner)][1], self)
+                if asks_for_one(sys._getframe(3)):
+                    return OwnAttributes(owner, self._known[id(owner)][1], self.note)
+                raise self.watcher.refuse(
+                    f"{user_line()} reads all attributes of a module at once: they change as it trains"
+                )
             self._note_content(self._place("slot", owner, name), value)
         return value
 
@@ -300,6 +314,8 @@ class StateReads:
 
     def note_as_it_is(self, place: Place, value: Any) -> None:
         """The step reads ``value`` where nothing can stand in for it."""
+        if type(value) in (ListStandIn, DictStandIn):
+            return  # what is read of it is told
         if isinstance(value, Tensor):
             self._tensor(place, value)
         elif self.on and not is_watched(value):
@@ -351,10 +367,6 @@ class StateReads:
             size = Place("size", place, None, f"the entries of {place.text}")
             self._keep(size, Frozen(value=size.read(), kind=type(size.read())))
 
-    def all_at_once(self, text: str) -> Exception:
-        """The step asks for every attribute of a module."""
-        return self.watcher.refuse(f"{user_line()} reads all attributes of {text} at once: they change as it trains")
-
     def changed_in_place(self, container: ListStandIn | DictStandIn) -> None:
         """The step changes a container."""
         self.changed.setdefault(id(container), (container, user_line()))
@@ -367,7 +379,14 @@ class StateReads:
         Raises:
             CaptureError: it has a state that nothing tells of.
         """
-        if id(value) in self._known or value is MISSING or is_fixed(value):
+        if id(value) in self._known or value is MISSING:
+            return
+        if isinstance(value, MethodType):
+            self.meet(value.__self__, f"{text}.__self__")
+        for part in value.__args__ if isinstance(value, (GenericAlias, UnionType)) else ():
+            if isinstance(part, type):
+                self.meet_class(part, text)
+        if is_fixed(value):
             return
         if type(value).__module__.partition(".")[0] in _NO_STATE:
             return
@@ -386,13 +405,22 @@ class StateReads:
             )
         elif can_instrument(type(value)):
             self._known[id(value)] = (value, text)
-            self.classes.meet(type(value))
+            self.meet_class(type(value), type(value).__name__)
             self._instrument.add(type(value))
+
+    def meet_class(self, cls: type, text: str) -> None:
+        """The step can reach a class; objects that it has, of other classes of the user's, are told of too."""
+        for name, value in self.classes.meet(cls):
+            kind = type(value)
+            if id(value) not in self._known and can_instrument(kind) and not has_hidden_state(kind):
+                self._known[id(value)] = (value, f"{text}.{name}")
+                self._instrument.add(kind)
+                self.meet_class(kind, kind.__name__)
 
     def _meet_module(self, module: nn.Module, text: str) -> None:
         for name, child in module.named_modules():
             self._known[id(child)] = (child, f"{text}.{name}" if name else text)
-            self.classes.meet(type(child))
+            self.meet_class(type(child), type(child).__name__)
             self._instrument.add(type(child))
         if module is not self.module:
             for tensor in (*module.parameters(), *module.buffers()):

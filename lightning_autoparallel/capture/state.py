@@ -19,6 +19,7 @@ from lightning_autoparallel.capture.places import Place
 from lightning_autoparallel.capture.plain import is_fixed, is_plain
 from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.capture.reads import StateReads
+from lightning_autoparallel.capture.replaced import REPLACED
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn, without_stand_ins
 from lightning_autoparallel.capture.user_code import StepCalls
@@ -125,6 +126,7 @@ class StepState:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of torch for the step."""
+        function = REPLACED.get(function, function)
         if not self.reads.on:  # torch runs a part of the step again, or this is no call of the step's
             return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
         if function in _DATA and args[0].requires_grad:

@@ -21,7 +21,7 @@ from lightning_autoparallel.capture.kept_results import KeptResults
 from lightning_autoparallel.capture.outside import asked_in_c, asked_in_python, refused_outside
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.reads import StateReads
-from lightning_autoparallel.capture.sources import is_engine_file, is_user_file, user_line
+from lightning_autoparallel.capture.sources import is_user_file, user_line
 
 _GENERATORS = (random.Random, np.random.RandomState)
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
@@ -35,6 +35,7 @@ class StepCalls:
         self._reads = reads
         self.seen: set[CodeType] = set()
         self._kept = KeptResults()
+        self._made: dict[int, Any] = {}  # objects whose making the run has seen, kept so that their ids stay theirs
         self._converted: list[tuple[dict[str, Any], str]] = []
         self._draws = {
             id(getattr(owner, name)) for owner in (random, np.random) for name in dir(owner) if name[0] != "_"
@@ -53,6 +54,7 @@ class StepCalls:
                 yield
         finally:
             self._kept.forget()
+            self._made.clear()
             for table, name in self._converted:
                 del table[name]
             self._converted.clear()
@@ -88,6 +90,10 @@ class StepCalls:
         elif event == "call":
             code = frame.f_code
             self._refuse(asked_in_python(frame), frame)
+            if code.co_name == "__init__" and code.co_argcount:
+                made = frame.f_locals.get(code.co_varnames[0])
+                if not self._reads.is_reached(made):
+                    self._made[id(made)] = made
             if code is _ENVIRONMENT:
                 self._note(*_variable(frame))
             if code not in self.seen and is_user_file(code.co_filename):
@@ -128,18 +134,19 @@ class StepCalls:
         for imported in modules:
             self._of_module(imported, frame.f_code.co_names, _NESTED)
         for function, runs in [(function, _has_closure_of(function, frame)) for function in functions]:
-            if not _is_made_by_a_caller(function, frame):
-                self._of_closure(function, frame.f_locals if runs else {})
-            for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
+            self._of_function(function, frame.f_locals if runs else {})
 
-    def _of_closure(self, function: FunctionType, running: dict[str, Any]) -> None:
-        """What a function's closure holds; ``running`` are the variables of its frame."""
+    def _of_function(self, function: FunctionType, running: dict[str, Any]) -> None:
+        """What a function's closure and defaults hold; ``running`` are the variables of its frame."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = Place("cell", cell, None, f"{name} (of a closure)")
+            if id(place.read()) in self._made:
+                continue
             self._note(place, place.read())
             if place.read() is not MISSING:
                 running[name] = place.read()  # the interpreter writes these back when the hook returns
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
 
     def _of_module(self, module: ModuleType, names: Sequence[str], depth: int) -> None:
         """A function may read the attributes of these ``names``, also of modules in it."""
@@ -154,7 +161,7 @@ class StepCalls:
 
     def _note(self, place: Place, value: Any) -> None:
         if isinstance(value, type):
-            self._reads.classes.meet(value)
+            self._reads.meet_class(value, value.__name__)
         elif isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename):
             self._reads.classes.meet_function(value)
         if not isinstance(value, ModuleType):
@@ -233,27 +240,6 @@ def _has_closure_of(function: FunctionType, frame: FrameType) -> bool:
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     values = frame.f_locals
     return all(name not in values or _same_cell(cell, values[name]) for name, cell in names)
-
-
-def _is_made_by_a_caller(function: FunctionType, frame: FrameType) -> bool:
-    """Whether a running function of the step has made this one, whose closure then is of the run.
-
-    One that it kept from an earlier step has other variables, or assigns them itself. Callers of the step are behind a
-    function of this package.
-    """
-    caller = frame.f_back
-    while caller is not None and not is_engine_file(caller.f_code.co_filename):
-        if any(part is function.__code__ for part in caller.f_code.co_consts):
-            has_all = set(function.__code__.co_freevars) <= caller.f_locals.keys()
-            return has_all and _has_closure_of(function, caller) and not _assigns_around(function.__code__)
-        caller = caller.f_back
-    return False
-
-
-@cache
-def _assigns_around(code: CodeType) -> bool:
-    """Whether a function assigns variables of the one around it (``nonlocal``)."""
-    return any(i.opname == "STORE_DEREF" and i.argval in code.co_freevars for i in dis.get_instructions(code))
 
 
 def _same_cell(cell: Any, value: Any) -> bool:

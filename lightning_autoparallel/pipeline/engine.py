@@ -424,7 +424,10 @@ class StepEngine:
         )
 
     def _layout_of(self, name: str) -> ParameterLayout | None:
-        parameter = self.module.get_parameter(name)
+        path, _, own = name.rpartition(".")
+        parameter = self.module.get_submodule(path)._parameters[own]
+        if parameter is not None and not isinstance(parameter, nn.Parameter):
+            raise CaptureError(f"another tensor is in the place of parameter {name} (torch.func.functional_call)")
         if not isinstance(parameter, DTensor):
             return None
         if name not in self.layouts:  # a step has assigned it to another name

@@ -42,8 +42,9 @@ def cut_like(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def mean_over_shards(gradient: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The mean over the batch shards; every rank calls it alike."""
-    mean = gradient.detach().contiguous().clone()
+    """The mean over the batch shards, dense; every rank calls it alike."""
+    dense = gradient.detach() if gradient.layout == torch.strided else gradient.detach().to_dense()
+    mean = dense.contiguous().clone()
     if mesh.data_parallel_size > 1:
         dist.all_reduce(mean, group=mesh.submesh(mesh.data_parallel_axes).get_group())
         mean /= mesh.data_parallel_size

@@ -235,7 +235,8 @@ class WholeParameters(TorchFunctionMode):
         """The parameter that lies in the tensor's memory."""
         memory = _memory(tensor)[:-1]
         if memory not in self._names:
-            named = self._module.named_parameters()
+            # torch.func.functional_call puts other tensors in the places of parameters
+            named = [(name, p) for name, p in self._module.named_parameters() if isinstance(p, nn.Parameter)]
             self._names = {_memory(p)[:-1]: name for name, p in named if isinstance(p, DTensor)}
         return self._names.get(memory)
 

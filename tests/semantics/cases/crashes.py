@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.utils.data import DataLoader
 
-from tests.semantics.base import Case, Copies, On
+from tests.semantics.base import FORWARD, STEP, Case, Copies, On
 
 
 class OneHot(Case):
@@ -335,3 +335,63 @@ class Overfits(Case):
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch) * getattr(self, "level", 1.0))
+
+
+class MultilabelMargin(Case):
+    """Rows have fewer labels than classes: what torch takes apart under fake tensors counts the rest, too."""
+
+    modes = STEP
+    quick = pair = True
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        labels = torch.stack([y, torch.full_like(y, -1), y], 1)
+        each = nn.MultiLabelMarginLoss(reduction="none")(self.net(x), labels)
+        return F.multilabel_margin_loss(self.net(x) * 2, labels) + each.mean() * 0.5
+
+
+class CompiledPart(Case):
+    """What `torch.compile` makes of a module is one without a flag of its own for training."""
+
+    modes = FORWARD
+    quick = True
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+class OtherWeights(Case):
+    """A module called with the weights that it had at first, which `functional_call` puts in their places."""
+
+    modes = FORWARD
+    quick = pair = True
+
+    def on_train_start(self):
+        self.first = {name: p.detach().clone() for name, p in self.net.named_parameters()}
+
+    def on_train_end(self):
+        del self.first
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        before = torch.func.functional_call(self.net, self.first, (x,))
+        return self.loss(batch) + F.mse_loss(self.net(x), before)
+
+
+class SparseEmbedding(Case):
+    """Its gradients are dense in shards. (Under DDP over gloo those of several ranks end elsewhere.)"""
+
+    modes = STEP
+    quick = alone = True
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 3, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x) + self.table((y + 1) % 3), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
