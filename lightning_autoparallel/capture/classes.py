@@ -31,9 +31,9 @@ class MetClasses:
         """
         found = []
         for parent in cls.__mro__:
-            if parent not in self._before and _is_users(parent):
+            if parent not in self._before and is_users(parent):
                 self._remember(parent)
-                found += [(name, value) for name, value in self._before[parent].items() if _is_users(type(value))]
+                found += [(name, value) for name, value in self._before[parent].items() if is_users(type(value))]
         return found
 
     def meet_function(self, function: FunctionType) -> None:
@@ -92,7 +92,8 @@ def names_in(code: CodeType) -> frozenset[str]:
     return frozenset(texts)
 
 
-def _is_users(cls: type) -> bool:
+def is_users(cls: type) -> bool:
+    """Whether a class is from a file of the user's."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     return file is not None and is_user_file(file)

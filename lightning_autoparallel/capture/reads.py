@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.classes import MetClasses
+from lightning_autoparallel.capture.classes import MetClasses, is_users
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
 from lightning_autoparallel.capture.own_attributes import OwnAttributes, asks_for_one
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
@@ -382,7 +382,7 @@ class StateReads:
         if id(value) in self._known or value is MISSING:
             return
         if isinstance(value, MethodType):
-            self.meet(value.__self__, f"{text}.__self__")
+            self._follow(value.__self__, f"{text}.__self__")
         for part in value.__args__ if isinstance(value, (GenericAlias, UnionType)) else ():
             if isinstance(part, type):
                 self.meet_class(part, text)
@@ -411,11 +411,14 @@ class StateReads:
     def meet_class(self, cls: type, text: str) -> None:
         """The step can reach a class; objects that it has, of other classes of the user's, are told of too."""
         for name, value in self.classes.meet(cls):
-            kind = type(value)
-            if id(value) not in self._known and can_instrument(kind) and not has_hidden_state(kind):
-                self._known[id(value)] = (value, f"{text}.{name}")
-                self._instrument.add(kind)
-                self.meet_class(kind, kind.__name__)
+            self._follow(value, f"{text}.{name}")
+
+    def _follow(self, value: Any, text: str) -> None:
+        """The step can reach an object of the user's by another: it is told of, or let be where nothing could tell."""
+        kind = type(value)
+        tells = can_instrument(kind) and not has_hidden_state(kind) and not isinstance(value, _STATEFUL)
+        if is_users(kind) and (tells or isinstance(value, nn.Module)):
+            self.meet(value, text)
 
     def _meet_module(self, module: nn.Module, text: str) -> None:
         for name, child in module.named_modules():
