@@ -381,11 +381,7 @@ class StateReads:
         """
         if id(value) in self._known or value is MISSING:
             return
-        if isinstance(value, MethodType):
-            self._follow(value.__self__, f"{text}.__self__")
-        for part in value.__args__ if isinstance(value, (GenericAlias, UnionType)) else ():
-            if isinstance(part, type):
-                self.meet_class(part, text)
+        self._meet_parts(value, text)
         if is_fixed(value):
             return
         if type(value).__module__.partition(".")[0] in _NO_STATE:
@@ -407,6 +403,15 @@ class StateReads:
             self._known[id(value)] = (value, text)
             self.meet_class(type(value), type(value).__name__)
             self._instrument.add(type(value))
+
+    def _meet_parts(self, value: Any, text: str) -> None:
+        """What Python's own objects, which never change, lead to."""
+        if isinstance(value, MethodType):
+            self._follow(value.__self__, f"{text}.__self__")
+        elif isinstance(value, (GenericAlias, UnionType)):
+            for part in value.__args__:
+                if isinstance(part, type):
+                    self.meet_class(part, text)
 
     def meet_class(self, cls: type, text: str) -> None:
         """The step can reach a class; objects that it has, of other classes of the user's, are told of too."""

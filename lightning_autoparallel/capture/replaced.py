@@ -21,7 +21,7 @@ def multilabel_margin_loss(
 ) -> Tensor:
     """The hinge loss between each label of a row and each class that is none of its labels, over the number of classes.
 
-    The formula is that of ``torch.nn.MultiLabelMarginLoss``; what torch 2.11 to 2.13 makes of it without a kernel also
+    The formula is that of ``torch.nn.MultiLabelMarginLoss``; what torch 2.13 makes of it without a kernel also
     counts the places of a row after its labels.
 
     Args:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
 from lightning_autoparallel.apply import lower_graph
-from lightning_autoparallel.contracts import (
-    CapturedGraph,
-    GraphInput,
-    GraphOutput,
-    NodePlacement,
-    PlanAxis,
-    ShardingPlan,
-)
+from lightning_autoparallel.contracts import NodePlacement, PlanAxis, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from tests.support.hand_made import as_captured
 from tests.support.lockstep import one_group, run_lockstep
 from tests.support.placements import cut, joined
 
@@ -86,16 +79,8 @@ def _lowered(node: fx.Node, row: Candidate, axis: PlanAxis) -> fx.Graph:
                 results.append(item)
                 ends.append(outputs[index])
     graph.output(results)
-    inputs = tuple(GraphInput(kind="batch", name=p.name) for p, _ in _inputs(graph, row))
-    captured = CapturedGraph(
-        name="node",
-        graph_module=fx.GraphModule(torch.nn.Module(), graph),
-        inputs=inputs,
-        outputs=tuple(GraphOutput(kind="output", name=str(i)) for i in range(len(results))),
-        output_spec=None,
-    )
     plan = ShardingPlan(name="row", axes=(axis,), nodes=placements, parameters={}, outputs=tuple(ends))
-    return lower_graph(captured, plan).graph_module.graph
+    return lower_graph(as_captured(graph, len(results)), plan).graph_module.graph
 
 
 def _inputs(graph: fx.Graph, row: Candidate) -> list[tuple[fx.Node, Placement]]:

@@ -87,6 +87,19 @@ def t5() -> Built:
     return Built(module=Step(net, own_loss, "adamw"), batches=batches)
 
 
+def switch_transformers() -> Built:
+    """Encoder and decoder whose experts are called where a row of this rank is sent to them."""
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "dropout_rate": 0.0}
+    for layers in ("num_layers", "num_decoder_layers"):
+        sizes[layers] = 2
+    sizes.update(num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=4, expert_capacity=8)
+    sizes["router_jitter_noise"] = 0.0
+    name = "SwitchTransformers"
+    net = hugging_face(f"{name}ForConditionalGeneration", f"{name}Config", sizes, decoder_start_token_id=0)
+    batches = [{"input_ids": ids, "labels": ids[:, :6].contiguous()} for ids in tokens()]
+    return Built(module=Step(net, own_loss), batches=batches)
+
+
 def bart() -> Built:
     """Encoder and decoder with learned positions."""
     sizes = {"vocab_size": 50, "d_model": 16, "max_position_embeddings": 32}
@@ -275,6 +288,7 @@ MODELS: dict[str, Builder] = {
     "albert": partial(encoder, "Albert", "ForMaskedLM", embedding_size=8),
     "deberta_v2": partial(encoder, "DebertaV2", "ForSequenceClassification", relative_attention=True),
     "t5": t5,
+    "switch_transformers": switch_transformers,
     "bart": bart,
     "wav2vec2": partial(speech, "Wav2Vec2"),
     "hubert": partial(speech, "Hubert"),

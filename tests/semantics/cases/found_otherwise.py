@@ -87,7 +87,7 @@ class OnAClass(_Scheduled):
 
 
 class OfTheThread(_Scheduled):
-    """Met where a comprehension closes over it; what it counts there happens at each step."""
+    """Met where an inner function closes over it; what it counts there happens at each step."""
 
     keeps = ("calls",)
     modes = Case.modes

@@ -11,16 +11,10 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.apply.aliases import eliminate_alias_round_trips
-from lightning_autoparallel.contracts import (
-    CapturedGraph,
-    GraphInput,
-    GraphOutput,
-    NodePlacement,
-    PlanAxis,
-    ShardingPlan,
-)
+from lightning_autoparallel.contracts import CapturedGraph, NodePlacement, PlanAxis, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from tests.support.hand_made import as_captured
 from tests.support.lockstep import one_group, run_lockstep
 from tests.support.placements import cut, joined
 
@@ -50,16 +44,9 @@ class Step:
 
     def end(self, results: Sequence[fx.Node], placed: Sequence[Any]) -> tuple[CapturedGraph, ShardingPlan]:
         self.graph.output(list(results))
-        captured = CapturedGraph(
-            name="step",
-            graph_module=fx.GraphModule(torch.nn.Module(), self.graph),
-            inputs=(GraphInput(kind="batch", name="x"),),
-            outputs=tuple(GraphOutput(kind="output", name=str(i)) for i in range(len(results))),
-            output_spec=None,
-        )
         axis = PlanAxis(mesh_axes=("dp_shard",), size=SIZE, rank=0, group_name="0")
         plan = ShardingPlan(name="plan", axes=(axis,), nodes=self.nodes, parameters={}, outputs=tuple(placed))
-        return captured, plan
+        return as_captured(self.graph, len(results)), plan
 
 
 def read_by(captured: CapturedGraph, name: str) -> list[str]:

@@ -8,15 +8,9 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lightning_autoparallel.apply import lower_graph
-from lightning_autoparallel.contracts import (
-    CapturedGraph,
-    GraphInput,
-    GraphOutput,
-    NodePlacement,
-    PlanAxis,
-    ShardingPlan,
-)
+from lightning_autoparallel.contracts import NodePlacement, PlanAxis, ShardingPlan
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from tests.support.hand_made import as_captured
 
 ROWS, REPLICAS, SHARDS = 8, 2, 2
 CUT, WHOLE = (Shard(0), Shard(0)), (Replicate(), Replicate())
@@ -48,14 +42,7 @@ def gradient_of_a_table(rank: int) -> torch.Tensor:
         parameters={},
         outputs=(CUT,),
     )
-    captured = CapturedGraph(
-        name="gradient",
-        graph_module=fx.GraphModule(torch.nn.Module(), graph),
-        inputs=tuple(GraphInput(kind="batch", name=name) for name in names),
-        outputs=(GraphOutput(kind="output", name="0"),),
-        output_spec=None,
-    )
-    (part,) = lower_graph(captured, plan).graph_module(GRADIENT, TOKENS)
+    (part,) = lower_graph(as_captured(graph), plan).graph_module(GRADIENT, TOKENS)
     return part
 
 
