@@ -91,6 +91,8 @@ def predicted_lines(report: PlanReport) -> list[str]:
 
 def _assumptions(hardware: Mapping[str, Any]) -> str:
     inside, between = hardware["intra_node"], hardware["inter_node"]
+    if hardware.get("is_measured"):
+        return f"{hardware['name']}, by `lightning-autoparallel calibrate`"
     return (
         f"{hardware['name']}, of its datasheet's peak {100 * hardware['matmul_fraction']:.0f} % in matrix products, "
         f"{100 * hardware['attention_fraction']:.0f} % in attention and {100 * hardware['memory_fraction']:.0f} % of "

@@ -15,9 +15,9 @@ import math
 
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.cost.links import COLLECTIVES, LinkSpec
 from lightning_autoparallel.errors import UnsupportedOpError
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast")
 # Of a ring's bandwidth. NCCL's model gives trees at most 0.9 of it, less over nodes: they win by latency, when small.
 _TREE_SHARE = 0.5
 
@@ -39,7 +39,9 @@ def collective_time_us(kind: str, size_bytes: int, group: GroupShape, hardware: 
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
     ring_us = latency_us(kind, group, hardware) + size_bytes / (_bytes_per_us(kind, group, hardware))
-    return min(ring_us, _tree_us(size_bytes, group, hardware)) if kind == "all_reduce" else ring_us
+    if kind != "all_reduce" or kind in _link(group, hardware).kinds:  # what was measured is what the library chose
+        return ring_us
+    return min(ring_us, _tree_us(size_bytes, group, hardware))
 
 
 def saturating_bytes(kind: str, group: GroupShape, hardware: HardwareSpec, fraction: float = 0.9) -> int:
@@ -58,21 +60,28 @@ def saturating_bytes(kind: str, group: GroupShape, hardware: HardwareSpec, fract
 
 def latency_us(kind: str, group: GroupShape, hardware: HardwareSpec) -> float:
     """Microseconds of a collective of next to no bytes, in a ring."""
-    intra_us, inter_us = hardware.intra_node.latency_us, hardware.inter_node.latency_us
+    inside, between = hops(kind, group)
+    intra_us, inter_us = hardware.intra_node.of(kind).latency_us, hardware.inter_node.of(kind).latency_us
+    return hardware.launch_latency_us + inside * intra_us + between * inter_us
+
+
+def hops(kind: str, group: GroupShape) -> tuple[int, int]:
+    """Hops on the longest way of a message: inside of nodes, and between them."""
     if kind in ("all_to_all", "permute"):  # every rank sends to the others itself
-        return hardware.launch_latency_us + (intra_us if group.nodes == 1 else inter_us)
-    hops = (group.ranks - group.nodes) * intra_us + (group.nodes - 1) * inter_us
-    return hardware.launch_latency_us + hops * (2 if kind == "all_reduce" else 1)
+        return (1, 0) if group.nodes == 1 else (0, 1)
+    ways = 2 if kind == "all_reduce" else 1
+    return (group.ranks - group.nodes) * ways, (group.nodes - 1) * ways
 
 
-def ring_gb_per_s(group: GroupShape, hardware: HardwareSpec) -> float:
-    """GB/s through each rank of a ring over the group."""
+def ring_gb_per_s(group: GroupShape, hardware: HardwareSpec, kind: str = "all_gather") -> float:
+    """GB/s through each rank of a ring over the group, in collectives of this kind."""
+    inside, between = hardware.intra_node.of(kind), hardware.inter_node.of(kind)
     if group.nodes == 1:
-        return hardware.intra_node.bandwidth_gb_per_s
-    adapters = group.ranks_per_node * hardware.inter_node.bandwidth_gb_per_s
+        return inside.bandwidth_gb_per_s
+    adapters = group.ranks_per_node * between.bandwidth_gb_per_s
     if group.ranks_per_node == 1:
         return adapters
-    return min(hardware.intra_node.bandwidth_gb_per_s, adapters)
+    return min(inside.bandwidth_gb_per_s, adapters)
 
 
 def moved_share(kind: str, ranks: int) -> float:
@@ -81,20 +90,23 @@ def moved_share(kind: str, ranks: int) -> float:
     return {"all_reduce": 2 * others, "broadcast": 1.0, "permute": 1.0}.get(kind, others)
 
 
+def _link(group: GroupShape, hardware: HardwareSpec) -> LinkSpec:
+    return hardware.intra_node if group.nodes == 1 else hardware.inter_node
+
+
 def _bytes_per_us(kind: str, group: GroupShape, hardware: HardwareSpec) -> float:
     """Bytes of the larger side per microsecond, latency apart."""
     if kind == "all_to_all":
         return 1e3 / _exchange_ns_per_byte(group, hardware)
     if kind == "permute":
-        link = hardware.intra_node if group.nodes == 1 else hardware.inter_node
-        return link.bandwidth_gb_per_s * 1e3
-    return ring_gb_per_s(group, hardware) * 1e3 / moved_share(kind, group.ranks)
+        return _link(group, hardware).of(kind).bandwidth_gb_per_s * 1e3
+    return ring_gb_per_s(group, hardware, kind) * 1e3 / moved_share(kind, group.ranks)
 
 
 def _exchange_ns_per_byte(group: GroupShape, hardware: HardwareSpec) -> float:
     """An all-to-all: what stays on the node and what leaves it move at once, each rank over its own links."""
-    near = (group.ranks_per_node - 1) / group.ranks / hardware.intra_node.bandwidth_gb_per_s
-    far = (group.ranks - group.ranks_per_node) / group.ranks / hardware.inter_node.bandwidth_gb_per_s
+    near = (group.ranks_per_node - 1) / group.ranks / hardware.intra_node.of("all_to_all").bandwidth_gb_per_s
+    far = (group.ranks - group.ranks_per_node) / group.ranks / hardware.inter_node.of("all_to_all").bandwidth_gb_per_s
     return max(near, far)
 
 

@@ -51,8 +51,7 @@ def _time_us(node: fx.Node, kind: CallKind, size_bytes: int, hardware: HardwareS
 
 
 def _achieved_tflops(node: fx.Node, hardware: HardwareSpec) -> float:
-    fraction = hardware.attention_fraction if fxn.is_attention(node) else hardware.matmul_fraction
-    return hardware.peak_of(_dtype(node)) * fraction
+    return hardware.achieved_tflops(_dtype(node), is_attention=fxn.is_attention(node))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

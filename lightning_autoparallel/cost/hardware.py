@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import yaml
 
+from lightning_autoparallel.cost.links import LinkSpec, check, mapping
 from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
 BACKENDS = ("nccl", "gloo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSpec:
-    """One rank's way to another: bytes in one direction, and what a hop adds to a message's way.
-
-    Raises:
-        ConfigError: the bandwidth is no positive number, or the latency none of 0 or more.
-    """
-
-    bandwidth_gb_per_s: float
-    latency_us: float
-
-    def __post_init__(self) -> None:
-        _check("bandwidth_gb_per_s", self.bandwidth_gb_per_s, lambda value: value > 0, "a positive number")
-        _check("latency_us", self.latency_us, lambda value: value >= 0, "a number, 0 or more")
+_FILES = (".yaml", ".yml")
+_BY_DTYPE = ("peak_tflops", "attention_tflops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +24,13 @@ class HardwareSpec:
     """Peaks as datasheets give them, and the fractions of them that predictions assume.
 
     ``peak_tflops`` maps names of dtypes to dense matrix products' rates. ``matmul_fraction`` and ``attention_fraction``
-    are of those, ``memory_fraction`` is of ``memory_gb_per_s``. Links are per rank, with what NCCL's protocols cost
-    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops. ``backend`` is what
-    process groups talk through there: ``nccl`` or ``gloo``; where there are real ones, theirs counts.
+    are of those, ``memory_fraction`` is of ``memory_gb_per_s``; ``attention_tflops`` are rates of attention that were
+    measured, by dtype, in place of its fraction. Links are per rank, with what NCCL's protocols cost
+    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops. ``overlap_share`` is
+    how much of the time of a collective is lost by what computes beside it, where that was measured. ``backend`` is
+    what process groups talk through there: ``nccl`` or ``gloo``; where there are real ones, theirs counts.
+
+    ``is_measured`` says that rates are a clock's (``calibrate``), not a datasheet's: fractions may be 1 then.
 
     Raises:
         ConfigError: a rate is no positive number, a fraction is outside of its range, ``ranks_per_node`` is not whole,
@@ -58,22 +49,29 @@ class HardwareSpec:
     intra_node: LinkSpec
     inter_node: LinkSpec
     ranks_per_node: int = 8
+    attention_tflops: Mapping[str, float] = field(default_factory=dict)
+    overlap_share: float = 0.0
     backend: str = "nccl"
+    is_measured: bool = False
 
     def __post_init__(self) -> None:
+        highest = 1 if self.is_measured else HIGHEST_FRACTION
         for key in ("matmul_fraction", "attention_fraction"):
-            wanted = f"a number above 0 and at most {HIGHEST_FRACTION}"
-            _check(key, getattr(self, key), lambda value: 0 < value <= HIGHEST_FRACTION, wanted)
+            wanted = f"a number above 0 and at most {highest}"
+            check(key, getattr(self, key), lambda value: 0 < value <= highest, wanted)
+        check("overlap_share", self.overlap_share, lambda value: 0 <= value <= 1, "a number from 0 to 1")
         wanted = "a number above 0 and at most 1"
-        _check("memory_fraction", self.memory_fraction, lambda value: 0 < value <= 1, wanted)
+        check("memory_fraction", self.memory_fraction, lambda value: 0 < value <= 1, wanted)
         for key in ("memory_gb_per_s", "memory_bytes"):
-            _check(key, getattr(self, key), lambda value: value > 0, "a positive number")
+            check(key, getattr(self, key), lambda value: value > 0, "a positive number")
         is_count = isinstance(self.ranks_per_node, int)
-        _check("ranks_per_node", self.ranks_per_node, lambda value: is_count and value > 0, "a positive whole number")
+        check("ranks_per_node", self.ranks_per_node, lambda value: is_count and value > 0, "a positive whole number")
         for key in ("kernel_latency_us", "launch_latency_us"):
-            _check(key, getattr(self, key), lambda value: value >= 0, "a number, 0 or more")
+            check(key, getattr(self, key), lambda value: value >= 0, "a number, 0 or more")
         for dtype, rate in self.peak_tflops.items():
-            _check(f"peak_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
+            check(f"peak_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
+        for dtype, rate in self.attention_tflops.items():
+            check(f"attention_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
         if self.backend not in BACKENDS:
             raise ConfigError(f"hardware: backend is {self.backend!r}, but must be one of {', '.join(BACKENDS)}")
 
@@ -91,6 +89,17 @@ class HardwareSpec:
             )
         return self.peak_tflops[name]
 
+    def achieved_tflops(self, dtype: torch.dtype, *, is_attention: bool) -> float:
+        """The TFLOP/s that predictions assume, of matrix products or of attention.
+
+        Raises:
+            ConfigError: there is no peak of this dtype in the table.
+        """
+        measured = self.attention_tflops.get(str(dtype).removeprefix("torch."))
+        if is_attention and measured is not None:
+            return measured
+        return self.peak_of(dtype) * (self.attention_fraction if is_attention else self.matmul_fraction)
+
     @property
     def achieved_gb_per_s(self) -> float:
         """The memory bandwidth that predictions assume."""
@@ -98,14 +107,10 @@ class HardwareSpec:
 
     def as_json(self) -> dict[str, Any]:
         """All fields as numbers, strings and mappings."""
-        plain = replace(self, peak_tflops=dict(self.peak_tflops))
-        return asdict(plain)
-
-
-def _check(key: str, value: object, holds: Callable[[float], bool], wanted: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and holds(value)):  # type: ignore[arg-type]
-        raise ConfigError(f"hardware: {key} is {value!r}, but must be {wanted}")
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        links = {key: value.as_json() for key, value in own.items() if isinstance(value, LinkSpec)}
+        tables = {key: dict(value) for key, value in own.items() if key in _BY_DTYPE}
+        return {**own, **tables, **links}
 
 
 def _nvlink(bandwidth_gb_per_s: float) -> LinkSpec:
@@ -258,21 +263,35 @@ def hardware_named(name: str) -> HardwareSpec:
 def hardware_from(given: str | Mapping[str, Any] | HardwareSpec) -> HardwareSpec:
     """Hardware as users write it: a name, or ``{"base": "h100", "matmul_fraction": 0.6, ...}`` with measured rates.
 
-    A link is a mapping of its own, of which some keys may be left out; so is ``peak_tflops``.
+    A link is a mapping of its own, of which some keys may be left out; so is ``peak_tflops``, unless ``is_measured``:
+    then a dtype that was not measured has no rate. A name that ends in
+    ``.yaml`` is that of a file with such a mapping, which ``calibrate`` writes.
 
     Raises:
-        ConfigError: an unknown name or key, or a value outside of its range.
+        ConfigError: an unknown name or key, a value outside of its range, or a file that cannot be read.
     """
     if isinstance(given, HardwareSpec):
         return given
-    if isinstance(given, str):
+    if isinstance(given, str) and not given.endswith(_FILES):
         return hardware_named(given)
+    if isinstance(given, str):
+        given = _read(given)
     if not isinstance(given, Mapping) or "base" not in given:
         raise ConfigError(f"hardware is {given!r}: give a name, or a mapping with a base, like {{base: h100, ...}}")
     base = hardware_named(str(given["base"]))
     changes = {key: value for key, value in given.items() if key != "base"}
     changes.setdefault("name", f"{base.name} with measured rates" if changes else base.name)
+    if changes.get("is_measured"):
+        base = replace(base, peak_tflops=MappingProxyType({}))
     return replace(base, **{key: _changed(base, key, value) for key, value in changes.items()})
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"hardware: {path} cannot be read: {error}") from error
 
 
 def _changed(base: HardwareSpec, key: str, value: Any) -> Any:
@@ -281,23 +300,7 @@ def _changed(base: HardwareSpec, key: str, value: Any) -> Any:
         raise ConfigError(f"hardware has no key {key!r}: keys are {', '.join(known)}{did_you_mean(key, known)}")
     now = getattr(base, key)
     if isinstance(now, LinkSpec):
-        return _changed_link(now, key, value)
-    if key == "peak_tflops":
-        return MappingProxyType({**now, **_mapping(key, value)})
-    return value
-
-
-def _changed_link(link: LinkSpec, key: str, value: Any) -> LinkSpec:
-    known = [field.name for field in fields(link)]
-    for name in _mapping(key, value):
-        if name not in known:
-            raise ConfigError(
-                f"hardware: {key} has no key {name!r}: keys are {', '.join(known)}{did_you_mean(name, known)}"
-            )
-    return replace(link, **value)
-
-
-def _mapping(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"hardware: {key} is {value!r}, but must be a mapping")
+        return now.changed(key, value)
+    if key in _BY_DTYPE:
+        return MappingProxyType({**now, **mapping(key, value)})
     return value

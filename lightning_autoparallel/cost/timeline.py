@@ -2,8 +2,8 @@
 
 Calls are started in the graph's order. A collective starts once everything before it on the compute stream is done
 (its process group's stream waits for the compute stream as it is started, as torch's does) and its group is free; a
-wait holds the compute stream until the collective is done. Memory's and links' bandwidth are not shared between
-streams: on real devices communication slows computing down somewhat, by the processors and the bandwidth it takes.
+wait holds the compute stream until the collective is done. While any collective runs, computing loses the hardware's
+``overlap_share`` of that time, by the processors and the bandwidth that communication takes; collectives lose nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def predict_timeline(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    streams = _Streams()
+    streams = _Streams(hardware.overlap_share)
     if times_us is None:
         times_us = graph_times_us(graph, hardware)
     for node in graph.nodes:
@@ -84,7 +84,8 @@ def node_collective_time_us(node: fx.Node, hardware: HardwareSpec, groups: Mappi
 
 
 class _Streams:
-    def __init__(self) -> None:
+    def __init__(self, overlap_share: float) -> None:
+        self._pace = 1 - overlap_share  # of computing, while a collective runs
         self._clock_us = 0.0  # of the compute stream
         self._free_us: dict[str, float] = {}  # by process group
         self._done_us: dict[fx.Node, float] = {}
@@ -92,8 +93,14 @@ class _Streams:
         self._stalls_us: dict[str, float] = {}
 
     def compute(self, node: fx.Node, duration_us: float) -> None:
-        self._add(node, COMPUTE, self._clock_us, duration_us)
-        self._clock_us += duration_us
+        # What was started runs without a gap until the last of it is done, or it waits for a group that is not free.
+        beside_us = max(0.0, max(self._free_us.values(), default=0.0) - self._clock_us)
+        if duration_us > beside_us * self._pace:
+            taken_us = beside_us + duration_us - beside_us * self._pace
+        else:
+            taken_us = duration_us / self._pace
+        self._add(node, COMPUTE, self._clock_us, taken_us)
+        self._clock_us += taken_us
 
     def communicate(self, node: fx.Node, duration_us: float) -> None:
         group = fxn.group_of(node)

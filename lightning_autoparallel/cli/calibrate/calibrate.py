@@ -1,0 +1,128 @@
+"""`lightning-autoparallel calibrate`: the rates of this machine, for `hardware:` in recipes, `plan` and `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from lightning_autoparallel.artifacts import ArtifactWriter
+from lightning_autoparallel.callbacks.tables import make_table, print_table
+from lightning_autoparallel.cli.bench.options import cores
+from lightning_autoparallel.cli.calibrate.measure import measure
+from lightning_autoparallel.cli.calibrate.ranks import local_ranks, running_ranks, world_size
+from lightning_autoparallel.cli.calibrate.rates import rates_of, residuals, spread
+from lightning_autoparallel.cli.calibrate.samples import Samples
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.cost.detect import detected_hardware, memory_of
+from lightning_autoparallel.errors import ConfigError
+
+CALIBRATE = "calibrate"
+CALIBRATE_HELP = "Measure this machine's rates, which predictions take with `--strategy.hardware FILE`."
+_PROGRAM = "lightning_autoparallel.cli.main"
+_MESH_HINT = 'give axes and sizes, as in {"dp_shard": 2}'
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    mesh: MeshSpec
+    dtypes: Sequence[torch.dtype]
+    device: str
+    processes: int
+    threads: int
+    spent_s: float
+    output: str | None
+
+
+def run_calibrate(args: Sequence[str]) -> None:
+    """Parse what follows the command's name, and measure on the ranks of a launcher, or on processes started here.
+
+    Raises:
+        ConfigError: the ranks do not fill the mesh, or a dtype is not known.
+        AutoParallelError: a rank failed.
+        SystemExit: a mistake in the arguments.
+    """
+    options = _parsed(args)
+    torch.set_num_threads(options.threads)
+    command = ["-m", _PROGRAM, CALIBRATE, *args]
+    with running_ranks(command, options.device, options.processes, options.threads):
+        local = local_ranks(options.processes)
+        samples = measure(options.mesh, options.device, options.dtypes, local, options.spent_s)
+        if dist.get_rank() == 0:
+            _report(samples, options)
+
+
+def _parsed(args: Sequence[str]) -> _Options:
+    parser = argparse.ArgumentParser(prog=f"lightning-autoparallel {CALIBRATE}", description=CALIBRATE_HELP)
+    parser.add_argument("--output", metavar="FILE", help="write the rates to this YAML file")
+    parser.add_argument("--mesh", default='{"dp_shard": -1}', help="each of its axes is measured by itself")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of matrix products, by commas")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is any")
+    parser.add_argument("--processes", type=int, help="ranks to start here, without a launcher; GPUs, or 2 on CPUs")
+    parser.add_argument("--threads", type=int, help="of each rank; cores/processes")
+    parser.add_argument("--spent-s", type=float, default=0.25, help="seconds that are spent on each figure")
+    given = parser.parse_args(args)
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    processes = given.processes or (torch.cuda.device_count() if device == "cuda" else 2)
+    if given.output is not None and Path(given.output).is_dir():
+        parser.error(f"--output {given.output} is a folder: name the file to write the rates to")
+    return _Options(
+        mesh=MeshSpec.from_mapping(_mesh(given.mesh)).resolve(world_size(processes)),
+        dtypes=[_dtype(name.strip()) for name in given.dtypes.split(",")],
+        device=device,
+        processes=processes,
+        threads=given.threads or max(1, cores() // local_ranks(processes)),
+        spent_s=given.spent_s,
+        output=given.output,
+    )
+
+
+def _mesh(text: str) -> dict[str, int]:
+    try:
+        mesh = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'--mesh {text} is no JSON ({error}): give axes and sizes, as in {{"dp_shard": 2}}') from None
+    if not isinstance(mesh, dict):
+        raise ConfigError(f'--mesh {text} names no axes: give axes and sizes, as in {{"dp_shard": 2}}')
+    return mesh
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"--dtypes names {name!r}: known are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _report(samples: Samples, options: _Options) -> None:
+    base = detected_hardware(options.device).name
+    ranks = dist.get_world_size()
+    rates = rates_of(
+        samples,
+        base=base,
+        name=f"{base} measured on {ranks} ranks",
+        memory_bytes=memory_of(options.device),
+        ranks_per_node=local_ranks(ranks),
+    )
+    rows = list(residuals(samples, hardware_from(rates)))
+    table = make_table("Measured, and what is predicted with the rates", ("what", "size"), ("us", "predicted", "ratio"))
+    for what, size, measured_us, predicted_us in rows:
+        table.add_row(what, size, f"{measured_us:.1f}", f"{predicted_us:.1f}", f"{measured_us / predicted_us:.2f}")
+    print_table(table)
+    typical, worst = spread([(measured_us, predicted_us) for *_, measured_us, predicted_us in rows])
+    print(
+        f"{len(rows)} samples: measured and predicted differ by {typical:.2f} times in the median, {worst:.2f} at most"
+    )
+    text = yaml.safe_dump(rates, sort_keys=False)
+    if options.output is None:
+        print(text)
+    else:
+        ArtifactWriter(Path(options.output).parent).text(Path(options.output).name, text)
+        print(f"{options.output}: use it with --strategy.hardware {options.output}")

@@ -1,0 +1,87 @@
+"""Collectives of each kind, as graphs start them, timed over each axis of a mesh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample
+from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
+from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.cost import GroupShape
+from lightning_autoparallel.cost.links import COLLECTIVES
+from lightning_autoparallel.torch_compat import collectives as c
+from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
+
+_CPU_SIZES, _GPU_SIZES = range(12, 25, 2), range(14, 29, 2)  # powers of two, in bytes
+_LAUNCHES = 50
+_OVERLAPS = 5
+_SUM = "sum"
+
+
+def collective_samples(stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape) -> Iterator[CollectiveSample]:
+    """One sample after the other; all ranks of ``axis`` must take them together."""
+    for kind in COLLECTIVES:
+        for power in _CPU_SIZES if stopwatch.device.type == "cpu" else _GPU_SIZES:
+            run, size_bytes = _collective(kind, 2**power, axis, stopwatch.device)
+            yield CollectiveSample(
+                kind=kind,
+                axes=axis.name,
+                group=group,
+                size_bytes=size_bytes,
+                time_us=stopwatch.time_us(lambda run=run: c.WAIT(run())),  # type: ignore[misc]
+            )
+
+
+def _collective(kind: str, size_bytes: int, axis: PlanAxis, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """What starts a collective whose larger side has about so many bytes, and how many it has."""
+    rows = max(1, size_bytes // 4 // axis.size)  # of one rank, in float32
+    whole, part = torch.ones(rows * axis.size, device=device), torch.ones(rows, device=device)
+    even = [rows] * axis.size
+    start: Callable[[], Tensor] = {
+        "all_gather": lambda: c.ALL_GATHER(part, axis.size, axis.group_name),
+        "reduce_scatter": lambda: c.REDUCE_SCATTER(whole, _SUM, axis.size, axis.group_name),
+        "all_reduce": lambda: c.ALL_REDUCE(whole, _SUM, axis.group_name),
+        "all_to_all": lambda: c.ALL_TO_ALL(whole, even, even, axis.group_name),
+        "permute": lambda: SHARD_PERMUTE(whole, 1, axis.group_name),
+        "broadcast": lambda: c.BROADCAST(whole, 0, axis.group_name),
+    }[kind]
+    return start, 4 * whole.numel()
+
+
+def launch_time_us(axis: PlanAxis, device: torch.device) -> float:
+    """The shortest time in which a small collective was started, what it takes after that apart."""
+    whole = torch.ones(axis.size, device=device)
+    taken = []
+    for _ in range(_LAUNCHES):
+        start = time.perf_counter()
+        result = c.ALL_REDUCE(whole, _SUM, axis.group_name)
+        taken.append((time.perf_counter() - start) * 1e6)
+        c.WAIT(result)
+    return min(taken)
+
+
+def overlap_times(stopwatch: Stopwatch, axis: PlanAxis, size_bytes: int) -> Sequence[tuple[float, float, float]]:
+    """Microseconds of an all-reduce alone, of computing that takes longer alone, and of both at once."""
+    start, _ = _collective("all_reduce", size_bytes, axis, stopwatch.device)
+    alone_us = stopwatch.time_us(lambda: c.WAIT(start()))
+    left = torch.randn(256, 256, device=stopwatch.device)
+    product_us = stopwatch.time_us(lambda: left @ left)
+    count = max(1, round(2 * alone_us / product_us))
+
+    def compute() -> None:
+        for _ in range(count):
+            left @ left
+
+    def both() -> None:
+        result = start()
+        compute()
+        c.WAIT(result)
+
+    return [
+        (stopwatch.time_us(lambda: c.WAIT(start())), stopwatch.time_us(compute), stopwatch.time_us(both))
+        for _ in range(_OVERLAPS)
+    ]

@@ -1,0 +1,63 @@
+"""All samples, taken by all ranks together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+
+from lightning_autoparallel.cli.calibrate.collective_times import collective_samples, launch_time_us, overlap_times
+from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples
+from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.cost import group_shape
+from lightning_autoparallel.mesh import ParallelMesh, build_mesh
+
+_OVERLAP_BYTES = {"cpu": 2**22, "cuda": 2**27}
+
+
+def measure(
+    spec: MeshSpec, device_type: str, dtypes: Sequence[torch.dtype], ranks_per_node: int, spent_s: float
+) -> Samples:
+    """Time kernels on every rank at once, and collectives over each axis of ``spec``, whose ranks these are.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the world size.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    stopwatch = Stopwatch(device=device, spent_s=spent_s)
+    mesh = build_mesh(spec, device_type)
+    axes = list(_axes(mesh))
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("kernels", total=len(axes) + 1)
+        kernels: list[KernelSample] = list(kernel_samples(stopwatch, dtypes))
+        collectives: list[CollectiveSample] = []
+        for axis in axes:
+            progress.update(task, advance=1, description=f"collectives over {axis.name}")
+            group = group_shape(mesh.sizes, axis.mesh_axes, ranks_per_node)
+            collectives += collective_samples(stopwatch, axis, group)
+        if not axes:
+            return Samples(kernels=kernels)
+        return Samples(
+            kernels=kernels,
+            collectives=collectives,
+            launch_us=launch_time_us(axes[-1], stopwatch.device),
+            overlap=overlap_times(stopwatch, axes[-1], _OVERLAP_BYTES[device_type]),
+        )
+
+
+def _axes(mesh: ParallelMesh) -> Iterator[PlanAxis]:
+    """Each axis of several ranks, then all of them together."""
+    active = mesh.active(mesh.spec.names)
+    for names in dict.fromkeys(itertools.chain(((name,) for name in active), [active])):
+        if names:
+            axis = mesh.plan_axis(names)
+            assert axis is not None
+            yield axis

@@ -1,0 +1,107 @@
+"""What was measured as ``hardware:`` takes it, and how far each sample is from what is predicted with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_autoparallel.cli.calibrate.fit import (
+    kernel_latency_us,
+    link_rates,
+    memory_gb_per_s,
+    overlap_share,
+    tflops,
+)
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, Work
+from lightning_autoparallel.cost import HardwareSpec, hardware_named
+from lightning_autoparallel.cost.collective import collective_time_us
+
+_DIGITS = 4
+
+
+def rates_of(samples: Samples, base: str, name: str, memory_bytes: int, ranks_per_node: int) -> dict[str, Any]:
+    """The mapping that ``hardware_from`` takes; figures of links that no group used stay those of ``base``."""
+    latency_us = kernel_latency_us(samples.kernels)
+    products, attention = _computing(samples, "matmul", latency_us), _computing(samples, "attention", latency_us)
+    moving = [sample for sample in samples.kernels if sample.work == "memory"]
+    return {
+        "base": base,
+        "name": name,
+        "is_measured": True,
+        "backend": hardware_named(base).backend,
+        "peak_tflops": {dtype: _short(rate) for dtype, rate in products.items()},
+        "matmul_fraction": 1.0,
+        "attention_tflops": {dtype: _short(rate) for dtype, rate in attention.items()},
+        "memory_gb_per_s": _short(memory_gb_per_s(moving, latency_us)),
+        "memory_fraction": 1.0,
+        "memory_bytes": memory_bytes,
+        "kernel_latency_us": _short(latency_us),
+        "ranks_per_node": ranks_per_node,
+        **_links(samples),
+    }
+
+
+def _computing(samples: Samples, work: Work, latency_us: float) -> dict[str, float]:
+    """TFLOP/s by dtype."""
+    dtypes = dict.fromkeys(sample.dtype for sample in samples.kernels if sample.work == work)
+    of = {dtype: [s for s in samples.kernels if (s.work, s.dtype) == (work, dtype)] for dtype in dtypes}
+    return {dtype: tflops(found, latency_us) for dtype, found in of.items()}
+
+
+def _links(samples: Samples) -> dict[str, Any]:
+    if not samples.collectives:
+        return {}
+    inside = [sample for sample in samples.collectives if sample.group.nodes == 1]
+    between = [sample for sample in samples.collectives if sample.group.nodes > 1]
+    links = {key: _link(found, samples.launch_us) for key, found in _sorted(inside, between) if found}
+    measured = {"launch_latency_us": _short(samples.launch_us), **links}
+    return measured | ({"overlap_share": _short(overlap_share(samples.overlap))} if samples.overlap else {})
+
+
+def _sorted(
+    inside: Sequence[CollectiveSample], between: Sequence[CollectiveSample]
+) -> Iterator[tuple[str, Sequence[CollectiveSample]]]:
+    yield "intra_node", inside
+    yield "inter_node", between
+
+
+def _link(samples: Sequence[CollectiveSample], launch_us: float) -> dict[str, Any]:
+    """Rates by kind; the link's own are those of all-gathers."""
+    kinds = {}
+    for kind in dict.fromkeys(sample.kind for sample in samples):
+        bandwidth, latency = link_rates([sample for sample in samples if sample.kind == kind], launch_us)
+        kinds[kind] = {"bandwidth_gb_per_s": _short(bandwidth), "latency_us": _short(latency)}
+    return {**kinds["all_gather"], "kinds": kinds}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def residuals(samples: Samples, hardware: HardwareSpec) -> Iterator[tuple[str, str, float, float]]:
+    """(what, how large, measured us, predicted us) of every sample."""
+    for kernel in samples.kernels:
+        size = f"{kernel.flops / 1e6:.3g} MFLOP" if kernel.flops else f"{kernel.size_bytes} bytes"
+        yield f"{kernel.work} {kernel.dtype}", size, kernel.time_us, kernel_time_us(kernel, hardware)
+    for sample in samples.collectives:
+        predicted_us = collective_time_us(sample.kind, sample.size_bytes, sample.group, hardware)
+        yield f"{sample.kind} over {sample.axes}", f"{sample.size_bytes} bytes", sample.time_us, predicted_us
+
+
+def kernel_time_us(sample: KernelSample, hardware: HardwareSpec) -> float:
+    """What the cost model makes of such a kernel."""
+    moving_us = sample.size_bytes / (hardware.achieved_gb_per_s * 1e3)
+    computing_us = 0.0
+    if sample.work != "memory":
+        rate = hardware.achieved_tflops(getattr(torch, sample.dtype), is_attention=sample.work == "attention")
+        computing_us = sample.flops / (rate * 1e6)
+    return max(moving_us, computing_us, hardware.kernel_latency_us)
+
+
+def spread(pairs: Sequence[tuple[float, float]], key: Callable[[float], float] = abs) -> tuple[float, float]:
+    """(typical, worst) ratio of measured to predicted, whichever is larger on top: median and maximum."""
+    ratios = sorted(math.exp(key(math.log(measured / predicted))) for measured, predicted in pairs)
+    return ratios[len(ratios) // 2], ratios[-1]

@@ -1,0 +1,52 @@
+"""Times of something that all ranks do at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_FEWEST, _MOST = 3, 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopwatch:
+    """Measures on ``device``; with several ranks they begin together, and the slowest one counts."""
+
+    device: torch.device
+    spent_s: float = 0.25  # on one figure
+
+    def time_us(self, run: Callable[[], object]) -> float:
+        """Microseconds of ``run``: the median of its repetitions, of which there are more the shorter it is.
+
+        All ranks must call it alike, as ``run`` may talk to others.
+        """
+        run()
+        once_us = self._slowest(self._once_us(run))
+        repeats = min(_MOST, max(_FEWEST, int(self.spent_s * 1e6 / max(once_us, 1.0))))
+        return self._slowest(statistics.median(self._once_us(run) for _ in range(repeats)))
+
+    def _once_us(self, run: Callable[[], object]) -> float:
+        self.finish()
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        run()
+        self.finish()
+        return (time.perf_counter() - start) * 1e6
+
+    def finish(self) -> None:
+        """Wait for what the device does."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _slowest(self, own_us: float) -> float:
+        if not dist.is_initialized():
+            return own_us
+        figure = torch.tensor(own_us, dtype=torch.float64, device=self.device)
+        dist.all_reduce(figure, dist.ReduceOp.MAX)
+        return float(figure)

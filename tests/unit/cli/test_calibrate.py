@@ -1,0 +1,140 @@
+"""What calibration makes of samples: rates that were known before, and predictions that meet them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from lightning_autoparallel.cli.calibrate import run_calibrate
+from lightning_autoparallel.cli.calibrate.fit import least_relative_squares, link_rates, overlap_share
+from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples
+from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
+from lightning_autoparallel.cost.collective import collective_time_us
+from lightning_autoparallel.cost.detect import entry_of
+from lightning_autoparallel.cost.links import COLLECTIVES
+from lightning_autoparallel.errors import ConfigError
+
+KINDS = {kind: LinkSpec(bandwidth_gb_per_s=2.0 + i, latency_us=30.0 + 10 * i) for i, kind in enumerate(COLLECTIVES)}
+TRUE = replace(
+    HARDWARE["cpu"],
+    is_measured=True,
+    peak_tflops={"float32": 0.05, "bfloat16": 0.2},
+    attention_tflops={"float32": 0.02, "bfloat16": 0.03},
+    matmul_fraction=1.0,
+    memory_gb_per_s=10.0,
+    memory_fraction=1.0,
+    kernel_latency_us=5.0,
+    launch_latency_us=15.0,
+    intra_node=LinkSpec(bandwidth_gb_per_s=2.0, latency_us=30.0, kinds=KINDS),
+    inter_node=LinkSpec(bandwidth_gb_per_s=0.25, latency_us=200.0),
+    overlap_share=0.4,
+    ranks_per_node=4,
+)
+
+
+def kernels(hardware: HardwareSpec) -> list[KernelSample]:
+    """Samples that take exactly what the hardware's rates say."""
+    works = [("memory", "float32", 2**power, 0) for power in (10, 18, 22)]
+    for work in ("matmul", "attention"):
+        works += [(work, dtype, 1000, 10**power) for dtype in ("float32", "bfloat16") for power in (7, 8)]
+    untimed = [KernelSample(work=w, dtype=d, size_bytes=s, flops=f, time_us=0.0) for w, d, s, f in works]
+    return [replace(sample, time_us=kernel_time_us(sample, hardware)) for sample in untimed]
+
+
+def collectives(hardware: HardwareSpec, group: GroupShape) -> list[CollectiveSample]:
+    return [
+        CollectiveSample(
+            kind=kind,
+            axes="dp_shard",
+            group=group,
+            size_bytes=2**power,
+            time_us=collective_time_us(kind, 2**power, group, hardware),
+        )
+        for kind in COLLECTIVES
+        for power in (12, 16, 20, 24)
+    ]
+
+
+def samples_of(hardware: HardwareSpec, *groups: GroupShape) -> Samples:
+    return Samples(
+        kernels=kernels(hardware),
+        collectives=[sample for group in groups for sample in collectives(hardware, group)],
+        launch_us=hardware.launch_latency_us,
+        overlap=[(100.0, 300.0, 300.0 + 100.0 * hardware.overlap_share)],
+    )
+
+
+@pytest.mark.parametrize("groups", [(GroupShape(ranks=2),), (GroupShape(ranks=4),), (GroupShape(ranks=2),) * 2])
+def test_known_rates_are_found(groups):
+    rates = rates_of(samples_of(TRUE, *groups), "cpu", "mine", memory_bytes=10**9, ranks_per_node=4)
+    found = hardware_from(yaml.safe_load(yaml.safe_dump(rates)))
+    assert (found.name, found.is_measured, found.memory_bytes) == ("mine", True, 10**9)
+    for kind in COLLECTIVES:
+        expected = KINDS[kind]
+        assert found.intra_node.of(kind).bandwidth_gb_per_s == pytest.approx(expected.bandwidth_gb_per_s, rel=1e-3)
+        assert found.intra_node.of(kind).latency_us == pytest.approx(expected.latency_us, rel=1e-3)
+    for key in ("launch_latency_us", "kernel_latency_us", "memory_gb_per_s", "overlap_share"):
+        assert getattr(found, key) == pytest.approx(getattr(TRUE, key), rel=1e-3)
+    assert found.peak_tflops == pytest.approx(dict(TRUE.peak_tflops), rel=1e-3)
+    assert found.attention_tflops == pytest.approx(dict(TRUE.attention_tflops), rel=1e-3)
+    assert found.inter_node == HARDWARE["cpu"].inter_node, "no group used it"
+    ratios = [measured / predicted for *_, measured, predicted in residuals(samples_of(TRUE, *groups), found)]
+    assert ratios == pytest.approx([1.0] * len(ratios), rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce", "all_to_all", "permute", "broadcast"])
+def test_links_between_nodes(kind):
+    group = GroupShape(ranks=4, nodes=4)
+    found = link_rates([s for s in collectives(TRUE, group) if s.kind == kind and s.size_bytes > 2**18], 15.0)
+    assert found == pytest.approx((0.25, 200.0), rel=1e-3)
+
+
+def test_a_dtype_that_was_not_measured_has_no_rate():
+    rates = rates_of(samples_of(TRUE, GroupShape(ranks=2)), "cpu", "mine", memory_bytes=1, ranks_per_node=2)
+    with pytest.raises(ConfigError, match="no peak for matrix products in float16"):
+        hardware_from(rates).peak_of(torch.float16)
+
+
+def test_no_number_is_below_zero():
+    """A time that falls with the size, by noise, has a latency only; one that is all bytes has no latency."""
+    assert least_relative_squares([(1, 1, 10.0), (1, 2, 9.0)]) == pytest.approx((9.47, 0.0), rel=1e-2)
+    assert least_relative_squares([(1, 1, 1.0), (1, 2, 3.0)])[0] == 0.0
+
+
+@pytest.mark.parametrize(("both", "share"), [(300.0, 0.0), (290.0, 0.0), (350.0, 0.5), (420.0, 1.0)])
+def test_overlap(both, share):
+    assert overlap_share([(100.0, 300.0, both)] * 3) == share
+
+
+def test_the_spread_of_ratios():
+    assert spread([(2.0, 1.0), (1.0, 4.0), (1.0, 1.0)]) == pytest.approx((2.0, 4.0))
+    assert math.isclose(spread([(1.0, 1.0)])[1], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "entry"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("T4", "x")],
+)
+def test_names_of_devices(device, entry):
+    assert entry_of(device, otherwise="x") == entry
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh", "dp_shard"], "is no JSON"),
+        (["--mesh", "2"], "names no axes"),
+        (["--dtypes", "float33"], "known are float32"),
+        (["--mesh", '{"pp": 2}'], "pp"),
+        (["--mesh", '{"dp_shard": 3}', "--processes", "2"], "needs 3 processes"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_said_before_anything_is_started(args, message):
+    with pytest.raises(ConfigError, match=message):
+        run_calibrate(args)
