@@ -290,6 +290,7 @@ class PlanReport:
     the batch not counted. ``predictions`` are missing where something has no known cost: ``notes`` say what.
     ``predicted_peak_bytes`` is the largest peak of the step's graphs, also where their times are unknown. ``samples``
     and ``tokens`` are those of one step's global batch; ``tokens`` is None where no matrix of indices is in it.
+    ``around_us`` is what a training step is predicted to take beside its graphs, on hardware where that was measured.
     """
 
     graph: str
@@ -310,6 +311,7 @@ class PlanReport:
     predictions: Mapping[str, GraphPrediction] = field(default_factory=dict)
     samples: int | None = None
     tokens: int | None = None
+    around_us: float | None = None
 
     @property
     def step_graphs(self) -> tuple[str, ...]:
@@ -324,6 +326,13 @@ class PlanReport:
         """
         known = [self.predictions[name].time_us for name in self.step_graphs if name in self.predictions]
         return sum(known) if len(known) == len(self.step_graphs) else None
+
+    @property
+    def whole_step_us(self) -> float | None:
+        """Predicted microseconds of a training step with everything around its graphs; None if unknown."""
+        if self.step_time_us is None or self.around_us is None:
+            return None
+        return self.step_time_us + self.around_us
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
@@ -359,6 +368,7 @@ class PlanReport:
             "optimizer_bytes": self.optimizer_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "step_time_us": self.step_time_us,
+            "around_us": self.around_us,
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "hardware": dict(self.hardware),
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},

@@ -27,8 +27,10 @@ class HardwareSpec:
     are of those, ``memory_fraction`` is of ``memory_gb_per_s``; ``attention_tflops`` are rates of attention that were
     measured, by dtype, in place of its fraction. Links are per rank, with what NCCL's protocols cost
     taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops. ``overlap_share`` is
-    how much of the time of a collective is lost by what computes beside it, where that was measured. ``backend`` is
-    what process groups talk through there: ``nccl`` or ``gloo``; where there are real ones, theirs counts.
+    how much of the time of a collective is lost by what computes beside it, where that was measured; so are
+    ``step_latency_us``, what a training step takes on the host beside its graphs, and ``parameter_latency_us``, what
+    each of its parameters adds. ``backend`` is what process groups talk through there: ``nccl`` or ``gloo``; where
+    there are real ones, theirs counts.
 
     ``is_measured`` says that rates are a clock's (``calibrate``), not a datasheet's: fractions may be 1 then.
 
@@ -49,6 +51,8 @@ class HardwareSpec:
     intra_node: LinkSpec
     inter_node: LinkSpec
     ranks_per_node: int = 8
+    step_latency_us: float | None = None
+    parameter_latency_us: float | None = None
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
     overlap_share: float = 0.0
     backend: str = "nccl"
@@ -66,7 +70,8 @@ class HardwareSpec:
             check(key, getattr(self, key), lambda value: value > 0, "a positive number")
         is_count = isinstance(self.ranks_per_node, int)
         check("ranks_per_node", self.ranks_per_node, lambda value: is_count and value > 0, "a positive whole number")
-        for key in ("kernel_latency_us", "launch_latency_us"):
+        measured = [key for key in ("step_latency_us", "parameter_latency_us") if getattr(self, key) is not None]
+        for key in ("kernel_latency_us", "launch_latency_us", *measured):
             check(key, getattr(self, key), lambda value: value >= 0, "a number, 0 or more")
         for dtype, rate in self.peak_tflops.items():
             check(f"peak_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")

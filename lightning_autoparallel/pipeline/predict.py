@@ -16,10 +16,12 @@ from lightning_autoparallel.contracts import (
     PlanReport,
     TimelineEvent,
 )
-from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
+from lightning_autoparallel.cost import CostModel, HardwareSpec, hardware_from, mesh_groups
 from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.mesh import ParallelMesh
+
+_ADAMW_MOVES = 7  # tensors of the size of the gradients
 
 
 def cost_model(config: EngineConfig, mesh: ParallelMesh) -> CostModel:
@@ -55,9 +57,22 @@ def with_predictions(
         return replace(report, notes=(*report.notes, f"no predicted times and memory: {error}"))
     report = replace(report, predicted_peak_bytes=memory.peak_bytes)
     try:
-        return replace(report, predictions=_predictions(partitioned, memory, costs, axes_by_group))
+        predictions = _predictions(partitioned, memory, costs, axes_by_group)
+        return replace(report, predictions=predictions, around_us=around_us(report, costs.hardware))
     except (UnsupportedOpError, ConfigError) as error:
         return replace(report, notes=(*report.notes, f"no predicted times: {error}"))
+
+
+def around_us(report: PlanReport, hardware: HardwareSpec) -> float | None:
+    """Microseconds of a training step beside its graphs: the host's, and an optimizer's that moves what AdamW does.
+
+    AdamW reads a parameter, its gradient and two moments, and writes all but the gradient. None where the hardware's
+    share of the host was not measured, or nothing is trained.
+    """
+    if hardware.step_latency_us is None or hardware.parameter_latency_us is None or not report.gradients_bytes:
+        return None
+    moving_us = _ADAMW_MOVES * report.gradients_bytes / (hardware.achieved_gb_per_s * 1e3)
+    return hardware.step_latency_us + len(report.parameters) * hardware.parameter_latency_us + moving_us
 
 
 def _predictions(

@@ -126,6 +126,7 @@ class BenchClock(Callback):
             device="cpu" if on_cpu else torch.cuda.get_device_name(device),
             backend=dist.get_backend() if dist.is_initialized() else "none",
             sent_bytes=_per_batch(self._sent[timed]),
+            predicted_ms=None if report is None or report.whole_step_us is None else report.whole_step_us / 1e3,
             cpu_ms=(self._cpu_s[timed][-1] - self._cpu_s[timed][0]) * 1e3 / self._steps,
         )
 

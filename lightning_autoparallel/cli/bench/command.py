@@ -18,7 +18,7 @@ from lightning_autoparallel.cli.bench.contenders import schedule
 from lightning_autoparallel.cli.bench.options import BenchOptions, bench_options, cores, plain_config
 from lightning_autoparallel.cli.bench.processes import MeasurementError, ended_by_signals, measure
 from lightning_autoparallel.cli.bench.records import Contender, Job, Runs
-from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, problems
+from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, predicted_lines, problems
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.lightning_compat import LIGHTNING_VERSION
 from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
@@ -83,7 +83,7 @@ def show(all_runs: Sequence[Runs], options: BenchOptions) -> None:
     facts, found = machine(options, all_runs), problems(all_runs, all_runs[0])
     print(*title(facts), "", sep="\n", flush=True)
     print_table(comparison(all_runs, all_runs[0]))
-    print("", *NOTES, *(f"problem: {line}" for line in found), sep="\n", flush=True)
+    print("", *predicted_lines(all_runs), *NOTES, *(f"problem: {line}" for line in found), sep="\n", flush=True)
     if options.output is not None:
         figures = {"measured_on": facts, "contenders": as_json(all_runs, all_runs[0]), "problems": found}
         ArtifactWriter(Path(options.output).parent).text(Path(options.output).name, to_json(figures))

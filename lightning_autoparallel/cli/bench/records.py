@@ -43,7 +43,7 @@ class RankResult:
     this process's, of all batches. ``compile_s`` is None where compiling cannot be told from the first step, and
     ``planned_launches`` where nothing is planned. ``sent_bytes`` left the host per timed batch, through the network
     interface that gloo is told to use; None if it is told none. ``cpu_ms`` are of this process, all threads, per timed
-    batch.
+    batch. ``predicted_ms`` are of a whole step, where the hardware's rates were measured.
     """
 
     step_ms: Sequence[float]
@@ -59,6 +59,7 @@ class RankResult:
     backend: str
     sent_bytes: float | None = None
     cpu_ms: float | None = None
+    predicted_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class Measurement:
     backend: str = ""
     sent_bytes: float | None = None
     cpu_ms: float | None = None
+    predicted_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ def combine(ranks: Sequence[RankResult]) -> Measurement:
         backend=first.backend,
         sent_bytes=first.sent_bytes,
         cpu_ms=first.cpu_ms,
+        predicted_ms=first.predicted_ms,
     )
 
 

@@ -61,6 +61,15 @@ def problems(all_runs: Sequence[Runs], ours: Runs) -> list[str]:
     return lines + [_different(runs, ours) for runs in all_runs if runs.measured and not is_same(runs, ours)]
 
 
+def predicted_lines(all_runs: Sequence[Runs]) -> list[str]:
+    """A line per contender whose steps were predicted: with rates that were measured, on hardware like this one."""
+    return [
+        f"{runs.contender.name}: {measured:.1f} ms measured, {predicted:.1f} predicted: {measured / predicted:.2f} x"
+        for runs in all_runs
+        if (measured := runs.median("step_ms")) and (predicted := runs.median("predicted_ms"))
+    ]
+
+
 def _different(runs: Runs, ours: Runs) -> str:
     return (
         f"{runs.contender.name} did not compute what {ours.contender.name} did: their first losses differ by up to "
@@ -140,7 +149,7 @@ def _finite(value: float) -> float | None:
 
 
 _RATIOS = ("step_ms", "launches", "peak_bytes")
-_QUANTITIES = (*_RATIOS, "startup_s", "compile_s")
+_QUANTITIES = (*_RATIOS, "startup_s", "compile_s", "predicted_ms")
 
 
 def _contender(contender: Contender) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,9 @@ from lightning_autoparallel.callbacks.tables import make_table, print_table
 from lightning_autoparallel.cli.bench.options import cores
 from lightning_autoparallel.cli.calibrate.measure import measure
 from lightning_autoparallel.cli.calibrate.ranks import local_ranks, running_ranks, world_size
-from lightning_autoparallel.cli.calibrate.rates import rates_of, residuals, spread
+from lightning_autoparallel.cli.calibrate.rates import rates_of, residuals, spread, with_steps
 from lightning_autoparallel.cli.calibrate.samples import Samples
+from lightning_autoparallel.cli.calibrate.step_times import step_samples
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.cost.detect import detected_hardware, memory_of
@@ -56,8 +58,23 @@ def run_calibrate(args: Sequence[str]) -> None:
     with running_ranks(command, options.device, options.processes, options.threads):
         local = local_ranks(options.processes)
         samples = measure(options.mesh, options.device, options.dtypes, local, options.spent_s)
+        rates = _agreed(_rates(samples, options.device, local))
+        samples = replace(samples, steps=list(step_samples(options.mesh, options.device, local, rates)))
         if dist.get_rank() == 0:
-            _report(samples, options)
+            _report(samples, with_steps(rates, samples.steps), options.output)
+
+
+def _rates(samples: Samples, device_type: str, local: int) -> dict[str, Any]:
+    base = detected_hardware(device_type).name
+    name = f"{base} measured on {dist.get_world_size()} ranks"
+    return rates_of(samples, base=base, name=name, memory_bytes=memory_of(device_type), ranks_per_node=local)
+
+
+def _agreed(rates: dict[str, Any]) -> dict[str, Any]:
+    """Those of rank 0, on all ranks."""
+    given = [rates]
+    dist.broadcast_object_list(given)
+    return given[0]
 
 
 def _parsed(args: Sequence[str]) -> _Options:
@@ -101,28 +118,17 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _report(samples: Samples, options: _Options) -> None:
-    base = detected_hardware(options.device).name
-    ranks = dist.get_world_size()
-    rates = rates_of(
-        samples,
-        base=base,
-        name=f"{base} measured on {ranks} ranks",
-        memory_bytes=memory_of(options.device),
-        ranks_per_node=local_ranks(ranks),
-    )
+def _report(samples: Samples, rates: dict[str, Any], output: str | None) -> None:
     rows = list(residuals(samples, hardware_from(rates)))
     table = make_table("Measured, and what is predicted with the rates", ("what", "size"), ("us", "predicted", "ratio"))
     for what, size, measured_us, predicted_us in rows:
         table.add_row(what, size, f"{measured_us:.1f}", f"{predicted_us:.1f}", f"{measured_us / predicted_us:.2f}")
     print_table(table)
     typical, worst = spread([(measured_us, predicted_us) for *_, measured_us, predicted_us in rows])
-    print(
-        f"{len(rows)} samples: measured and predicted differ by {typical:.2f} times in the median, {worst:.2f} at most"
-    )
+    print(f"{len(rows)} samples differ from what is predicted {typical:.2f} times in the median, {worst:.2f} at most")
     text = yaml.safe_dump(rates, sort_keys=False)
-    if options.output is None:
+    if output is None:
         print(text)
     else:
-        ArtifactWriter(Path(options.output).parent).text(Path(options.output).name, text)
-        print(f"{options.output}: use it with --strategy.hardware {options.output}")
+        ArtifactWriter(Path(output).parent).text(Path(output).name, text)
+        print(f"{output}: use it with --strategy.hardware {output}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, StepSample
 from lightning_autoparallel.cost.collective import hops, moved_share
 
 _TINY = 1e-9
@@ -76,6 +76,11 @@ def least_relative_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[
     by_x = sum((alone_x * x - 1) ** 2 for x, _ in scaled)
     by_y = sum((alone_y * y - 1) ** 2 for _, y in scaled)
     return (alone_x, 0.0) if by_x <= by_y else (0.0, alone_y)
+
+
+def step_rates(samples: Sequence[StepSample]) -> tuple[float, float]:
+    """(us of a step, us of each of its parameters) beside the graphs."""
+    return least_relative_squares([(1, s.parameters, max(s.time_us - s.graphs_us, _TINY)) for s in samples])
 
 
 def overlap_share(samples: Sequence[tuple[float, float, float]]) -> float:

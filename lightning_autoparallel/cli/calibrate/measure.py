@@ -48,7 +48,7 @@ def measure(
         return Samples(
             kernels=kernels,
             collectives=collectives,
-            launch_us=launch_time_us(axes[-1], stopwatch.device),
+            launch_us=stopwatch.slowest(launch_time_us(axes[-1], stopwatch.device)),
             overlap=overlap_times(stopwatch, axes[-1], _OVERLAP_BYTES[device_type]),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from lightning_autoparallel.cli.calibrate.fit import (
     link_rates,
     memory_gb_per_s,
     overlap_share,
+    step_rates,
     tflops,
 )
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, Work
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample, Work
 from lightning_autoparallel.cost import HardwareSpec, hardware_named
 from lightning_autoparallel.cost.collective import collective_time_us
 
@@ -42,6 +43,12 @@ def rates_of(samples: Samples, base: str, name: str, memory_bytes: int, ranks_pe
         "ranks_per_node": ranks_per_node,
         **_links(samples),
     }
+
+
+def with_steps(rates: Mapping[str, Any], steps: Sequence[StepSample]) -> dict[str, Any]:
+    """The rates with what training steps took beside their graphs."""
+    step_us, parameter_us = step_rates(steps)
+    return {**rates, "step_latency_us": _short(step_us), "parameter_latency_us": _short(parameter_us)}
 
 
 def _computing(samples: Samples, work: Work, latency_us: float) -> dict[str, float]:
@@ -89,6 +96,13 @@ def residuals(samples: Samples, hardware: HardwareSpec) -> Iterator[tuple[str, s
     for sample in samples.collectives:
         predicted_us = collective_time_us(sample.kind, sample.size_bytes, sample.group, hardware)
         yield f"{sample.kind} over {sample.axes}", f"{sample.size_bytes} bytes", sample.time_us, predicted_us
+    for step in samples.steps:
+        yield "step", f"{step.parameters} parameters", step.time_us, _whole_us(step, hardware)
+
+
+def _whole_us(step: StepSample, hardware: HardwareSpec) -> float:
+    around_us = (hardware.step_latency_us or 0.0) + step.parameters * (hardware.parameter_latency_us or 0.0)
+    return step.graphs_us + around_us
 
 
 def kernel_time_us(sample: KernelSample, hardware: HardwareSpec) -> float:

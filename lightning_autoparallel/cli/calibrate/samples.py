@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning_autoparallel.cost import GroupShape
@@ -34,6 +34,15 @@ class CollectiveSample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSample:
+    """A training step of a module with so many ``parameters``; ``graphs_us`` is predicted of its computing."""
+
+    parameters: int
+    time_us: float
+    graphs_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """Everything that was measured.
 
@@ -44,4 +53,5 @@ class Samples:
     kernels: Sequence[KernelSample] = ()
     collectives: Sequence[CollectiveSample] = ()
     launch_us: float = 0.0
-    overlap: Sequence[tuple[float, float, float]] = field(default_factory=tuple)
+    overlap: Sequence[tuple[float, float, float]] = ()
+    steps: Sequence[StepSample] = ()

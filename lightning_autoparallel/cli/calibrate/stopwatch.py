@@ -26,9 +26,9 @@ class Stopwatch:
         All ranks must call it alike, as ``run`` may talk to others.
         """
         run()
-        once_us = self._slowest(self._once_us(run))
+        once_us = self.slowest(self._once_us(run))
         repeats = min(_MOST, max(_FEWEST, int(self.spent_s * 1e6 / max(once_us, 1.0))))
-        return self._slowest(statistics.median(self._once_us(run) for _ in range(repeats)))
+        return self.slowest(statistics.median(self._once_us(run) for _ in range(repeats)))
 
     def _once_us(self, run: Callable[[], object]) -> float:
         self.finish()
@@ -44,7 +44,8 @@ class Stopwatch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _slowest(self, own_us: float) -> float:
+    def slowest(self, own_us: float) -> float:
+        """The longest of all ranks' times."""
         if not dist.is_initialized():
             return own_us
         figure = torch.tensor(own_us, dtype=torch.float64, device=self.device)

@@ -28,7 +28,7 @@ from lightning_autoparallel.cli.bench.processes import MeasurementError, environ
 from lightning_autoparallel.cli.bench.rank import timed_only
 from lightning_autoparallel.cli.bench.records import Contender, Job, Measurement, RankResult, Runs, combine
 from lightning_autoparallel.cli.bench.rows import RowSplit
-from lightning_autoparallel.cli.bench.table import as_json, make_rows, problems, ratio
+from lightning_autoparallel.cli.bench.table import as_json, make_rows, predicted_lines, problems, ratio
 from lightning_autoparallel.cli.bench.wrap import blocks, parts, policy
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.config import MeshSpec
@@ -52,6 +52,12 @@ CONFIG = {
     "strategy": {"mesh": {"dp_shard": -1}, "disabled_passes": None},
 }
 MEASURED = Measurement(step_ms=10.0, launches=8, peak_bytes=2048, startup_s=3.0, compile_s=None, losses=[4.0, 2.0])
+
+
+def test_predictions_stand_beside_what_was_measured():
+    known = replace(MEASURED, predicted_ms=8.0)
+    lines = predicted_lines([runs(known, known, name="autoparallel"), runs(MEASURED)])
+    assert lines == ["autoparallel: 10.0 ms measured, 8.0 predicted: 1.25 x"]
 
 
 def runs(*measured: Measurement, name: str = "ddp", errors: tuple[str, ...] = ()) -> Runs:

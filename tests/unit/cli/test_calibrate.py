@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from lightning_autoparallel.cli.calibrate import run_calibrate
-from lightning_autoparallel.cli.calibrate.fit import least_relative_squares, link_rates, overlap_share
-from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples
+from lightning_autoparallel.cli.calibrate.fit import least_relative_squares, link_rates, overlap_share, step_rates
+from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread, with_steps
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
 from lightning_autoparallel.cost.collective import collective_time_us
 from lightning_autoparallel.cost.detect import entry_of
@@ -109,6 +109,16 @@ def test_no_number_is_below_zero():
 @pytest.mark.parametrize(("both", "share"), [(300.0, 0.0), (290.0, 0.0), (350.0, 0.5), (420.0, 1.0)])
 def test_overlap(both, share):
     assert overlap_share([(100.0, 300.0, both)] * 3) == share
+
+
+def test_steps_beside_their_graphs():
+    steps = [StepSample(parameters=n, time_us=10_000 + 50 * n + 7, graphs_us=7) for n in (2, 32)]
+    assert step_rates(steps) == pytest.approx((10_000, 50))
+    rates = rates_of(samples_of(TRUE, GroupShape(ranks=2)), "cpu", "mine", memory_bytes=1, ranks_per_node=2)
+    found = hardware_from(with_steps(rates, steps))
+    assert (found.step_latency_us, found.parameter_latency_us) == (10_000.0, 50.0)
+    whole = [row for row in residuals(Samples(steps=steps), found) if row[0] == "step"]
+    assert [measured for *_, measured, _ in whole] == pytest.approx([predicted for *_, predicted in whole])
 
 
 def test_the_spread_of_ratios():

@@ -1,0 +1,103 @@
+"""Training steps of small modules, timed by a real Trainer: what a step takes beside its graphs."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_autoparallel.cli.calibrate.samples import StepSample
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
+from lightning_autoparallel.strategy import AutoParallelStrategy
+
+_LAYERS = (1, 16)
+_WIDTH, _ROWS = 64, 8
+_WARMUP, _STEPS = 5, 30
+
+
+class _Layers(LightningModule):
+    """Linear layers one after the other: two parameters each, and next to nothing to compute."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        """A loss of all layers."""
+        loss: Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        """AdamW over all layers."""
+        return AdamW(self.parameters())
+
+
+class _Clock(Callback):
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """A batch begins; on a device, once it has finished the one before."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.starts.append(time.perf_counter())
+
+    def step_us(self) -> float:
+        """The median from start to start, the first ones left out."""
+        return statistics.median(after - before for before, after in pairwise(self.starts[_WARMUP:])) * 1e6
+
+
+def step_samples(spec: MeshSpec, device_type: str, local_ranks: int, rates: Mapping[str, Any]) -> Iterator[StepSample]:
+    """Steps of modules with few and with many parameters; ``rates`` predict the graphs, whose time is not counted."""
+    rows = TensorDataset(torch.randn(_ROWS * dist.get_world_size() * (_WARMUP + _STEPS + 1), _WIDTH))
+    for count in _LAYERS:
+        clock = _Clock()
+        strategy = AutoParallelStrategy(mesh=dict(spec.axes), plan="fsdp", hardware={**rates, **_UNCOUNTED})
+        trainer = Trainer(
+            accelerator="gpu" if device_type == "cuda" else "cpu",
+            devices=local_ranks,
+            num_nodes=dist.get_world_size() // local_ranks,
+            strategy=strategy,
+            max_steps=_WARMUP + _STEPS + 1,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with _quiet():
+            trainer.fit(_Layers(count), DataLoader(rows, batch_size=_ROWS))
+        predicted_us = strategy.reports["training_step"].whole_step_us
+        assert predicted_us is not None, strategy.reports["training_step"].notes
+        yield StepSample(parameters=2 * count, time_us=clock.step_us(), graphs_us=predicted_us)
+
+
+_UNCOUNTED = {"step_latency_us": 0.0, "parameter_latency_us": 0.0}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of what a Trainer says is news to somebody who measures."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "lightning_autoparallel")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
