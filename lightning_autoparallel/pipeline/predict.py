@@ -17,25 +17,36 @@ from lightning_autoparallel.contracts import (
     TimelineEvent,
 )
 from lightning_autoparallel.cost import CostModel, HardwareSpec, hardware_from, mesh_groups
+from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.agreement import ControlGroup
 
 _ADAMW_MOVES = 7  # tensors of the size of the gradients
 
 
-def cost_model(config: EngineConfig, mesh: ParallelMesh) -> CostModel:
-    """The costs of a mesh on the configured hardware: ``cpu`` where processes talk over gloo, ``h100`` elsewhere.
+def cost_model(config: EngineConfig, mesh: ParallelMesh, control: ControlGroup) -> CostModel:
+    """The costs of a mesh on the configured hardware, or on that of its devices; equal on all ranks.
 
-    Equal on all ranks, because it depends on nothing but the configuration and the mesh.
+    That is ``cpu`` where processes talk over gloo, ``h100`` in a world without devices, and rank 0's GPU elsewhere.
 
     Raises:
         ConfigError: the hardware is not known.
     """
-    hardware = hardware_from(config.hardware or ("cpu" if mesh.backend == "gloo" else "h100"))
+    hardware = hardware_from(config.hardware or hardware_of_devices(mesh.backend, control))
     if config.ranks_per_node is not None:
         hardware = replace(hardware, ranks_per_node=config.ranks_per_node)
     return CostModel(hardware=hardware, groups=mesh_groups(mesh, hardware.ranks_per_node))
+
+
+def hardware_of_devices(backend: str, control: ControlGroup) -> str:
+    """A name in the table of hardware; all ranks ask together."""
+    if backend == "gloo":
+        return "cpu"
+    if backend == "fake":
+        return "h100"
+    return str(control.gather(detected_hardware("cuda").name)[0])
 
 
 def with_predictions(

@@ -113,7 +113,7 @@ def finish_step(
         sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     with clock("passes"):
-        costs = cost_model(context.config, context.mesh)
+        costs = cost_model(context.config, context.mesh, context.control)
         partitioned, passes = _rewritten(sharded, context, costs, artifacts)
         check_same_order(partitioned, context.control)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)

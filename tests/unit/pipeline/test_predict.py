@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.memory import predict_step_memory
-from lightning_autoparallel.pipeline.predict import with_predictions
+from lightning_autoparallel.pipeline.predict import around_us, hardware_of_devices, with_predictions
 from tests.unit._graphs import captured, report_of
 from tests.unit.compile.joint import Joint
 from tests.unit.cost._graphs import ROUND, aten
@@ -41,6 +43,28 @@ def test_a_step_of_known_times_has_a_peak_and_predictions():
     assert report.predicted_peak_bytes == peak_bytes > 0
     assert max(half.peak_memory_bytes for half in report.predictions.values()) == peak_bytes
     assert report.predictions.keys() == {"forward", "backward"} and not report.notes
+
+
+def test_what_is_around_the_graphs_is_known_where_it_was_measured():
+    """AdamW moves seven tensors of the size of the gradients."""
+    report = replace(EMPTY, gradients_bytes=100, parameters={"a": None, "b": None})
+    assert around_us(report, ROUND) is None
+    measured = replace(ROUND, step_latency_us=50.0, parameter_latency_us=3.0)
+    moving_us = 7 * 100 / (measured.achieved_gb_per_s * 1e3)
+    assert around_us(report, measured) == pytest.approx(50 + 2 * 3 + moving_us)
+    assert around_us(replace(report, gradients_bytes=0), measured) is None, "evaluation has no optimizer"
+
+
+class _Control:
+    """A control group of two ranks whose first has an H200."""
+
+    def gather(self, name: str) -> list[str]:
+        return ["h200", name]
+
+
+@pytest.mark.parametrize(("backend", "name"), [("gloo", "cpu"), ("fake", "h100"), ("nccl", "h200")])
+def test_hardware_is_that_of_rank_0(backend: str, name: str):
+    assert hardware_of_devices(backend, _Control()) == name
 
 
 def test_an_unknown_time_leaves_memory_known():
