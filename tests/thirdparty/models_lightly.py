@@ -47,6 +47,8 @@ def joint_embedding(loss_kind: str, head_kind: str = "SimCLRProjectionHead", **o
 
     module = Step(_Pair(getattr(heads, head_kind)(DIM, DIM, 8)), lambda net, batch: criterion(*map(net, batch)))
     criterion = module.criterion = getattr(losses, loss_kind)(**options)
+    for buffer in criterion.buffers():  # lightly makes the pointer into a bank of no rows with torch.empty
+        buffer.zero_()
     return Built(module=module, batches=views())
 
 
