@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, give_default_timeout, new_ordered_groups
+from lightning_autoparallel.torch_compat.default_world import backend_of
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_groups
-from lightning_autoparallel.torch_compat.world import backend_of
 
 
 @dataclass(frozen=True, kw_only=True)

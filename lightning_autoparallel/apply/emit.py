@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.fx.calls import FakeResults
+from lightning_autoparallel.fx.added_calls import FakeResults
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 aten = torch.ops.aten

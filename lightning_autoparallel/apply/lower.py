@@ -9,9 +9,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from lightning_autoparallel.apply.aliases import eliminate_alias_round_trips
+from lightning_autoparallel.apply.einsum_form import emit_product
 from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.apply.groups import OrderedAxis
-from lightning_autoparallel.apply.products import emit_product
+from lightning_autoparallel.apply.group_choice import OrderedAxis
 from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.apply.vocabulary import expand_along_vocabulary
 from lightning_autoparallel.contracts import CapturedGraph, GraphOutput, Placements, ShardedGraph, ShardingPlan

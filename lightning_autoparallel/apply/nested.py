@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.fx.chunks import chunk
+from lightning_autoparallel.fx.chunk_rows import chunk
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import fx
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.apply.nested import NestedChunks
 from lightning_autoparallel.contracts import Placements, PlanAxis
-from lightning_autoparallel.fx.chunks import chunk_sizes, lies_flat, nested_chunk
+from lightning_autoparallel.fx.chunk_rows import chunk_sizes, lies_flat, nested_chunk
 from lightning_autoparallel.fx.placements import cut_order, touch
 from lightning_autoparallel.torch_compat.sharding import split_factor_of
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.apply.groups import Groups, OrderedAxis, WarnOnce
-from lightning_autoparallel.apply.steps import plan_steps
+from lightning_autoparallel.apply.group_choice import Groups, OrderedAxis, WarnOnce
+from lightning_autoparallel.apply.redistribution_steps import plan_steps
 from lightning_autoparallel.apply.transitions import take_step
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import explicit

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.apply.parts import Parts, parts_of
-from lightning_autoparallel.apply.steps import Step, StepKind
+from lightning_autoparallel.apply.redistribution_steps import Step, StepKind
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import dim_of, local_shape
 from lightning_autoparallel.torch_compat import collectives

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autoparallel.torch_compat.decompositions import core_aten_decompositions, get_decompositions
+from lightning_autoparallel.torch_compat.decomposition_tables import core_aten_decompositions, get_decompositions
 from lightning_autoparallel.torch_compat.sharding import has_rule
 
 aten = torch.ops.aten

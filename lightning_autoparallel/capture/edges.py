@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import ConfigError, closest
 from lightning_autoparallel.torch_compat.constants import is_constant
-from lightning_autoparallel.torch_compat.edges import EDGE
+from lightning_autoparallel.torch_compat.edge_marks import EDGE
 from lightning_autoparallel.torch_compat.tracing import annotate_nodes
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map, tree_unflatten
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
-from lightning_autoparallel.capture.blocks import RepeatedBlocks
 from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
@@ -24,10 +23,11 @@ from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import Place, place_of, record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
+from lightning_autoparallel.capture.traced_blocks import RepeatedBlocks
 from lightning_autoparallel.capture.watch import MOST_FED, NeedsClones, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
-from lightning_autoparallel.torch_compat.blocks import UnrepeatableBackwardError
+from lightning_autoparallel.torch_compat.block_operators import UnrepeatableBackwardError
 from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
 from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
 from lightning_autoparallel.torch_compat.mkldnn import mkldnn_off

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from lightning_autoparallel.capture.block_calls import BlockInputs, BlockResults, call_on
 from lightning_autoparallel.capture.edges import is_edge
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.torch_compat.blocks import BLOCK, BLOCK_BACKWARD, describe_tensors
+from lightning_autoparallel.torch_compat.block_operators import BLOCK, BLOCK_BACKWARD, describe_tensors
 from lightning_autoparallel.torch_compat.constants import copy_constant
 from lightning_autoparallel.torch_compat.regions import REGION_KEY
 from lightning_autoparallel.torch_compat.tracing import JointExport, export_joint, fake_tensor_like, nested_tracing

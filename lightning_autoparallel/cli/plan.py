@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
-from lightning_autoparallel.callbacks.memory import peak_bytes_since_start
+from lightning_autoparallel.callbacks.peak_memory import peak_bytes_since_start
 from lightning_autoparallel.callbacks.plan_report import report_tables
 from lightning_autoparallel.callbacks.predictions import (
     decomposition_lines,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_autoparallel.cli.calibrate import CALIBRATE, CALIBRATE_HELP, run_calibrate
-from lightning_autoparallel.cli.consolidate import CONSOLIDATE, CONSOLIDATE_HELP, run_consolidate
+from lightning_autoparallel.cli.consolidate_command import CONSOLIDATE, CONSOLIDATE_HELP, run_consolidate
 from lightning_autoparallel.cli.hugging_face import EXPORT, EXPORT_HELP, IMPORT, IMPORT_HELP, run_export, run_import
 
 

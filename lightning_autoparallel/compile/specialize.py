@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from lightning_autoparallel.contracts import PartitionedGraph
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import Calls
+from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.torch_compat import rank_operators as ranked
 from lightning_autoparallel.torch_compat.collectives import ALL_TO_ALL
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import FakeResults
+from lightning_autoparallel.fx.added_calls import FakeResults
 
 aten = torch.ops.aten
 

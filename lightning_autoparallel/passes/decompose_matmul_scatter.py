@@ -12,9 +12,9 @@ from functools import partial
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.fx.calls import FakeResults
+from lightning_autoparallel.fx.added_calls import FakeResults
 from lightning_autoparallel.passes.decompose import DecomposeOptions, read_scatter, scatters_products, write_scatter
-from lightning_autoparallel.passes.decompose.choose import Decomposition, Preview, decompose
+from lightning_autoparallel.passes.decompose.selection import Decomposition, Preview, decompose
 
 
 def decompose_matmul_scatter(

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import Calls, FakeResults
+from lightning_autoparallel.fx.added_calls import Calls, FakeResults
 from lightning_autoparallel.torch_compat import collectives
 
 aten = torch.ops.aten

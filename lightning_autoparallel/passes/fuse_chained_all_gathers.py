@@ -23,7 +23,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import FakeResults
+from lightning_autoparallel.fx.added_calls import FakeResults
 from lightning_autoparallel.fx.layouts import ElementOrder, is_copy
 from lightning_autoparallel.passes.joint_groups import JoinGroups
 from lightning_autoparallel.torch_compat import collectives

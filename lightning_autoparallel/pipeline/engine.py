@@ -80,7 +80,7 @@ from lightning_autoparallel.pipeline.step_calls import (
     static_leaves,
 )
 from lightning_autoparallel.plan.named import plan_axes
-from lightning_autoparallel.plan.storage import place_parameters
+from lightning_autoparallel.plan.parameter_storage import place_parameters
 
 
 @dataclass

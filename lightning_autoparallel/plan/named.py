@@ -24,12 +24,12 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
-from lightning_autoparallel.plan.edges import edge_pins
 from lightning_autoparallel.plan.gradients import late_reductions
 from lightning_autoparallel.plan.local import local_spec, own_values
 from lightning_autoparallel.plan.other_axes import OtherAxes
+from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters
+from lightning_autoparallel.plan.pinned_edges import edge_pins
 from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
-from lightning_autoparallel.plan.storage import ParameterPlacement, place_parameters
 
 Warn = Callable[[str], None]
 Choices = Mapping[fx.Node, Candidate]

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_autoparallel.errors import OtherRankError
-from lightning_autoparallel.torch_compat.world import append_to
+from lightning_autoparallel.torch_compat.default_world import append_to
 
 _ASKED = "autoparallel/asked"  # by ranks of all attempts: names that they have drawn for themselves
 _LOOK_S = 0.05

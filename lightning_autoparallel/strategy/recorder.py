@@ -21,8 +21,8 @@ from lightning_autoparallel.strategy.counted_once import counted_log, weigh_rows
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL, LoggedAs, note_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
-from lightning_autoparallel.strategy.numbers import LoggedNumber, LoggedNumbers
 from lightning_autoparallel.strategy.questions import rank_patches
+from lightning_autoparallel.strategy.synced_numbers import LoggedNumber, LoggedNumbers
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 Notice = Callable[[str], None]

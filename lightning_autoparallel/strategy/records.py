@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_autoparallel.torch_compat.world import append_to, store_of_world
+from lightning_autoparallel.torch_compat.default_world import append_to, store_of_world
 
 _FAILURES, _ANSWERS, _ENDED = "failures", "answers", "ended"
 _ANSWER_TIME = timedelta(seconds=10)  # of the store

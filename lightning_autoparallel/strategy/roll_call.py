@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning_autoparallel.capture.sources import is_user_file, place_of
 from lightning_autoparallel.errors import OtherRankError
 from lightning_autoparallel.strategy.records import Answer, Failure, Records
-from lightning_autoparallel.torch_compat.world import is_lost_connection
+from lightning_autoparallel.torch_compat.default_world import is_lost_connection
 
 LAUNCHED_BY = "LIGHTNING_AUTOPARALLEL_LAUNCHED_BY"  # the id of the process that started this one
 _LOOK_S = 1.0

@@ -23,12 +23,12 @@ from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
 from lightning_autoparallel.strategy.last_rows import RowDim, RowsOfBatch, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
-from lightning_autoparallel.strategy.launches import LaunchCounter
+from lightning_autoparallel.strategy.launch_counts import LaunchCounter
 from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes
-from lightning_autoparallel.strategy.numbers import LoggedNumbers
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
+from lightning_autoparallel.strategy.synced_numbers import LoggedNumbers
 from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 _BATCH_INDEX = "batch_idx"

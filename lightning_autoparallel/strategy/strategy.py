@@ -41,6 +41,7 @@ from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
+from lightning_autoparallel.strategy.lightning_tools import check_tools, count_every_row_once
 from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memory_note
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
@@ -48,7 +49,6 @@ from lightning_autoparallel.strategy.pruning import pruned_whole
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
-from lightning_autoparallel.strategy.tools import check_tools, count_every_row_once
 from lightning_autoparallel.strategy.whole import made_whole
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
 from lightning_autoparallel.torch_compat.assignments import assigned_in_shards

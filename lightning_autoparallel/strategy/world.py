@@ -32,8 +32,8 @@ from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
 from lightning_autoparallel.strategy.roll_call import RollCall
+from lightning_autoparallel.torch_compat.default_world import backend_of
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
-from lightning_autoparallel.torch_compat.world import backend_of
 
 
 class WorldStrategy(ParallelStrategy):

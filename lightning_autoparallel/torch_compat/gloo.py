@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroupGloo
 
-from lightning_autoparallel.torch_compat.world import backend_of
+from lightning_autoparallel.torch_compat.default_world import backend_of
 
 
 class _OneThreadGloo(ProcessGroupGloo):

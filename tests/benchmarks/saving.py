@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from lightning_autoparallel.callbacks.memory import memory_probe
+from lightning_autoparallel.callbacks.peak_memory import memory_probe
 from lightning_autoparallel.strategy.out_of_memory import local_bytes
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer

@@ -27,8 +27,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_autoparallel.cli.bench.contenders import WITHOUT_ALL, baselines, schedule
+from lightning_autoparallel.cli.bench.measurements import OURS, Contender, Job, Runs
 from lightning_autoparallel.cli.bench.processes import Host, MeasurementError, ended_by_signals, measure
-from lightning_autoparallel.cli.bench.records import OURS, Contender, Job, Runs
 from lightning_autoparallel.cli.bench.table import first_line, loss_difference, problems, ratio
 from lightning_autoparallel.passes import all_passes
 from tests.benchmarks.namespaces import NotAllowedError, slow_link

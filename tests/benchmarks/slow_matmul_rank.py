@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_autoparallel import parallelize
-from lightning_autoparallel.cli.bench.clock import sent_bytes
+from lightning_autoparallel.cli.bench.batch_clock import sent_bytes
 from lightning_autoparallel.cli.bench.processes import result_path
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_autoparallel.cli.bench.clock import sent_bytes
+from lightning_autoparallel.cli.bench.batch_clock import sent_bytes
 from lightning_autoparallel.cli.bench.contenders import WITHOUT_ALL
+from lightning_autoparallel.cli.bench.measurements import OURS, Contender, Measurement, Runs
 from lightning_autoparallel.cli.bench.processes import Host, run_ranks
-from lightning_autoparallel.cli.bench.records import OURS, Contender, Measurement, Runs
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.passes import all_passes
 from tests.benchmarks import slow_link as program

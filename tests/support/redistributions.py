@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from lightning_autoparallel.apply.emit import GraphEmitter
-from lightning_autoparallel.apply.groups import OrderedAxis
+from lightning_autoparallel.apply.group_choice import OrderedAxis
 from lightning_autoparallel.apply.redistribute import redistribute
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import explicit, local_shape

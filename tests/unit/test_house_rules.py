@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +127,14 @@ def test_each_rule_can_fail(rule: Rule, text: str):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_good_code_passes(rule: Rule):
     assert list(rule(Source(path=f"{PACKAGE}/mesh.py", text=GOOD))) == []
+
+
+def shared_names(paths: Iterable[str]) -> list[str]:
+    """Names that several files have: each is to say one thing in the whole package."""
+    names = Counter(Path(path).name for path in paths)
+    return [name for name, count in names.items() if count > 1 and name != "__init__.py"]
+
+
+def test_a_file_name_says_one_thing():
+    assert shared_names(source.path for source in package_sources()) == []
+    assert shared_names(["a/__init__.py", "b/__init__.py", "a/steps.py", "b/c/steps.py"]) == ["steps.py"]

@@ -28,7 +28,7 @@ STAGES_WITH_COST = {"plan", "passes"}
 PARTS_WITH_LIGHTNING = {"strategy", "precision", "checkpoint", "callbacks", "cli"}
 # The package registers its strategy with Lightning; nothing else happens when it is imported.
 FILES_WITH_LIGHTNING = {
-    f"{PACKAGE}/{name}.py" for name in ("__init__", "models/module", "models/data", "models/report")
+    f"{PACKAGE}/{name}.py" for name in ("__init__", "models/module", "models/data", "models/context_report")
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 DOOR = "lightning_compat"

@@ -14,10 +14,10 @@ import torch
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
+from lightning_autoparallel.cli.bench.bench_options import BenchOptions, bench_options, cores, plain_config
 from lightning_autoparallel.cli.bench.contenders import schedule
-from lightning_autoparallel.cli.bench.options import BenchOptions, bench_options, cores, plain_config
+from lightning_autoparallel.cli.bench.measurements import Contender, Job, Runs
 from lightning_autoparallel.cli.bench.processes import MeasurementError, ended_by_signals, measure
-from lightning_autoparallel.cli.bench.records import Contender, Job, Runs
 from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, predicted_lines, problems
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.lightning_compat import LIGHTNING_VERSION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_autoparallel.cli.bench.records import OURS, Contender
+from lightning_autoparallel.cli.bench.measurements import OURS, Contender
 from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 WITHOUT_ALL = "without any pass"

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lightning_autoparallel.cli.bench.records import Job, Measurement, RankResult, combine
+from lightning_autoparallel.cli.bench.measurements import Job, Measurement, RankResult, combine
 
 PROGRAM = "lightning_autoparallel.cli.bench.rank"
 # What a launcher around this command may have set: the ranks of a measurement are told anew who they are.

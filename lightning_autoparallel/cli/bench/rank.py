@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_autoparallel.cli.bench.clock import BenchClock, process_memory_bytes
+from lightning_autoparallel.cli.bench.batch_clock import BenchClock, process_memory_bytes
+from lightning_autoparallel.cli.bench.measurements import OURS, Contender, Job, RankResult
 from lightning_autoparallel.cli.bench.processes import error_path, result_path
-from lightning_autoparallel.cli.bench.records import OURS, Contender, Job, RankResult
 from lightning_autoparallel.cli.bench.rows import RowSplit, lightning_strategy
 from lightning_autoparallel.cli.bench.wrap import prepare_module
 from lightning_autoparallel.lightning_compat import ClusterEnvironment, LightningEnvironment, Strategy, Trainer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_autoparallel.capture import describe_batch, flatten_batch
-from lightning_autoparallel.cli.bench.records import Kind
+from lightning_autoparallel.cli.bench.measurements import Kind
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import DDPStrategy, ModelParallelStrategy, ParallelStrategy

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_autoparallel.callbacks.tables import make_table
-from lightning_autoparallel.cli.bench.records import Contender, Runs
+from lightning_autoparallel.cli.bench.measurements import Contender, Runs
 from lightning_autoparallel.cost.sizes import format_bytes
 
 LOSS_TOLERANCE = 1e-3

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.callbacks.tables import make_table, print_table
-from lightning_autoparallel.cli.bench.options import cores
+from lightning_autoparallel.cli.bench.bench_options import cores
 from lightning_autoparallel.cli.calibrate.measure import measure
 from lightning_autoparallel.cli.calibrate.ranks import local_ranks, running_ranks, world_size
 from lightning_autoparallel.cli.calibrate.rates import rates_of, residuals, spread, with_steps

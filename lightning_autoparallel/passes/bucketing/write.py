@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import Calls, FakeResults
+from lightning_autoparallel.fx.added_calls import Calls, FakeResults
 from lightning_autoparallel.passes.bucketing.choose import common_path
 from lightning_autoparallel.passes.bucketing.moves import hoist, sink
 from lightning_autoparallel.torch_compat import collectives

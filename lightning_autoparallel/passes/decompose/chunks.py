@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lightning_autoparallel.fx.calls import Calls
+from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.passes.decompose.cuts import Cut
 from lightning_autoparallel.torch_compat.rank_operators import RANK_CAT, RANK_CHUNK, RANK_SUM
 

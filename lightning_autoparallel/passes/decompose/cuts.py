@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.calls import Calls
+from lightning_autoparallel.fx.added_calls import Calls
 
 aten = torch.ops.aten
 

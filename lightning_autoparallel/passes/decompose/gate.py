@@ -17,7 +17,7 @@ from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.decompose.gathers import Gather
 from lightning_autoparallel.passes.decompose.options import DecomposeOptions
-from lightning_autoparallel.passes.decompose.products import Product, is_narrow
+from lightning_autoparallel.passes.decompose.product_parts import Product, is_narrow
 from lightning_autoparallel.passes.decompose.scatters import Scatter
 from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
 

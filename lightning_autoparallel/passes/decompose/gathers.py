@@ -11,7 +11,7 @@ from torch import fx
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.bucketing.moves import moving_with
 from lightning_autoparallel.passes.decompose.cuts import Cut, behind, moves
-from lightning_autoparallel.passes.decompose.products import CutProduct, product_of
+from lightning_autoparallel.passes.decompose.product_parts import CutProduct, product_of
 
 aten = torch.ops.aten
 

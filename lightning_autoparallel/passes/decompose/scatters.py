@@ -10,7 +10,7 @@ from torch import fx
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.decompose.cuts import Cut, ahead, moves
 from lightning_autoparallel.passes.decompose.gathers import PARTIAL, NotDecomposable
-from lightning_autoparallel.passes.decompose.products import Product, product_of
+from lightning_autoparallel.passes.decompose.product_parts import Product, product_of
 
 aten = torch.ops.aten
 

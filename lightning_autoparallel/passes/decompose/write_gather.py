@@ -6,13 +6,13 @@ from functools import partial
 
 from torch import fx
 
-from lightning_autoparallel.fx.calls import Calls, FakeResults
+from lightning_autoparallel.fx.added_calls import Calls, FakeResults
 from lightning_autoparallel.passes.bucketing.moves import hoist
 from lightning_autoparallel.passes.decompose.chunks import AbsoluteChunks, Chunks, RelativeChunks
 from lightning_autoparallel.passes.decompose.cuts import Cut, move_part
 from lightning_autoparallel.passes.decompose.gathers import PARTIAL, Gather
 from lightning_autoparallel.passes.decompose.options import DecomposeOptions
-from lightning_autoparallel.passes.decompose.products import CutProduct
+from lightning_autoparallel.passes.decompose.product_parts import CutProduct
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
 

@@ -8,12 +8,12 @@ from functools import partial, reduce
 import torch
 from torch import fx
 
-from lightning_autoparallel.fx.calls import Calls, FakeResults
+from lightning_autoparallel.fx.added_calls import Calls, FakeResults
 from lightning_autoparallel.passes.decompose.chunks import RelativeChunks
 from lightning_autoparallel.passes.decompose.cuts import Cut, move_part
 from lightning_autoparallel.passes.decompose.gathers import PARTIAL
 from lightning_autoparallel.passes.decompose.options import DecomposeOptions
-from lightning_autoparallel.passes.decompose.products import Product, bias_part, cast, is_narrow, product_of
+from lightning_autoparallel.passes.decompose.product_parts import Product, bias_part, cast, is_narrow, product_of
 from lightning_autoparallel.passes.decompose.scatters import Scatter
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE

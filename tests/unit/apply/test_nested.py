@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.apply.nested import NestedChunks
-from lightning_autoparallel.fx.chunks import nested_chunk
+from lightning_autoparallel.fx.chunk_rows import nested_chunk
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 CASES = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_autoparallel.apply.groups import Groups, WarnOnce
-from lightning_autoparallel.apply.steps import COLLECTIVES, plan_steps
+from lightning_autoparallel.apply.group_choice import Groups, WarnOnce
+from lightning_autoparallel.apply.redistribution_steps import COLLECTIVES, plan_steps
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import explicit
 from tests.support.placements import AVG, MAX, MIN, P, R, S

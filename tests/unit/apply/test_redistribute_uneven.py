@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_autoparallel.apply.groups import Groups
-from lightning_autoparallel.apply.steps import COLLECTIVES, plan_steps
+from lightning_autoparallel.apply.group_choice import Groups
+from lightning_autoparallel.apply.redistribution_steps import COLLECTIVES, plan_steps
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import explicit, nested_shards
 from tests.support.lockstep import run_lockstep

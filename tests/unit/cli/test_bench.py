@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_autoparallel.cli.bench import command
+from lightning_autoparallel.cli.bench.bench_options import bench_options, plain_config
 from lightning_autoparallel.cli.bench.contenders import (
     WITHOUT_ALL,
     baselines,
@@ -23,10 +24,9 @@ from lightning_autoparallel.cli.bench.contenders import (
     schedule,
     without_passes,
 )
-from lightning_autoparallel.cli.bench.options import bench_options, plain_config
+from lightning_autoparallel.cli.bench.measurements import Contender, Job, Measurement, RankResult, Runs, combine
 from lightning_autoparallel.cli.bench.processes import MeasurementError, environment, failure, run_ranks
 from lightning_autoparallel.cli.bench.rank import timed_only
-from lightning_autoparallel.cli.bench.records import Contender, Job, Measurement, RankResult, Runs, combine
 from lightning_autoparallel.cli.bench.rows import RowSplit
 from lightning_autoparallel.cli.bench.table import as_json, make_rows, predicted_lines, problems, ratio
 from lightning_autoparallel.cli.bench.wrap import blocks, parts, policy

@@ -8,8 +8,8 @@ import torch
 
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.models import Llama3Module, TextDataModule
+from lightning_autoparallel.models.context_report import EntropyReport
 from lightning_autoparallel.models.module import warmup_cosine
-from lightning_autoparallel.models.report import EntropyReport
 
 SMALL = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1}
 

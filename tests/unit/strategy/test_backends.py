@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.strategy.backends import check_backend_on
-from lightning_autoparallel.torch_compat.world import backend_of
+from lightning_autoparallel.torch_compat.default_world import backend_of
 from tests.distributed.jobs import make_trainer
 
 

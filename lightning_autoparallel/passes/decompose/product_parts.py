@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.fx.calls import Calls
+from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.passes.decompose.cuts import Cut
 from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
 

@@ -8,7 +8,7 @@ import math
 import pytest
 from torch.distributed.tensor.placement_types import Shard
 
-from lightning_autoparallel.fx.chunks import chunk, chunk_sizes, lies_flat, nested_chunk
+from lightning_autoparallel.fx.chunk_rows import chunk, chunk_sizes, lies_flat, nested_chunk
 
 MESHES = [(2,), (3,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (4, 3, 2)]
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from lightning_autoparallel.callbacks import PeakMemoryMonitor, memory
-from lightning_autoparallel.callbacks.memory import MemoryProbe, memory_probe
+from lightning_autoparallel.callbacks import PeakMemoryMonitor, peak_memory
+from lightning_autoparallel.callbacks.peak_memory import MemoryProbe, memory_probe
 
 METRIC, PREDICTED = "autoparallel/peak_memory_bytes", "autoparallel/predicted_peak_memory_bytes"
 CPU = torch.device("cpu")
@@ -76,7 +76,9 @@ def test_any_strategy_will_do(run, capsys):
 
 def test_ranks_are_compared_only_where_the_trainer_logs(run, monkeypatch, capsys):
     compared = []
-    monkeypatch.setattr(memory, "_max_over_ranks", lambda size_bytes, trainer: compared.append(size_bytes) or 2**30)
+    monkeypatch.setattr(
+        peak_memory, "_max_over_ranks", lambda size_bytes, trainer: compared.append(size_bytes) or 2**30
+    )
     monitor = PeakMemoryMonitor()
     trainer = run(monitor, _Peaks(monitor, [4, 3, 2, 1, 9, 9, 9, 9]), epochs=2)
     assert compared == [4, 2, 4, 9, 9]  # steps 2 and 4, the end of the first epoch, steps 6 and 8
@@ -92,8 +94,8 @@ def test_the_largest_of_all_ranks_counts(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=CPU))
-    assert memory._max_over_ranks(5, trainer) == 2**40 + 1
-    assert memory._max_over_ranks(2**41, trainer) == 2**41
+    assert peak_memory._max_over_ranks(5, trainer) == 2**40 + 1
+    assert peak_memory._max_over_ranks(2**41, trainer) == 2**41
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the process peak cannot be reset here")
@@ -111,7 +113,7 @@ def test_the_process_peak_is_per_step():
 
 @pytest.mark.parametrize("missing", ["_CLEAR_REFS", "_STATUS"])
 def test_without_proc_the_peak_is_since_start(monkeypatch, tmp_path, missing):
-    monkeypatch.setattr(memory, missing, tmp_path / "missing" / "file")
+    monkeypatch.setattr(peak_memory, missing, tmp_path / "missing" / "file")
     _check_since_start()
 
 
@@ -119,15 +121,15 @@ def test_without_permission_the_peak_is_since_start(monkeypatch):
     def refuse():
         raise PermissionError("read-only file system")
 
-    monkeypatch.setattr(memory, "_reset_process_peak", refuse)
+    monkeypatch.setattr(peak_memory, "_reset_process_peak", refuse)
     _check_since_start()
 
 
 def test_without_a_peak_in_proc_it_is_since_start(monkeypatch, tmp_path):
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmRSS:\t  100 kB\n")
-    monkeypatch.setattr(memory, "_STATUS", status)
-    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "clear_refs")
+    monkeypatch.setattr(peak_memory, "_STATUS", status)
+    monkeypatch.setattr(peak_memory, "_CLEAR_REFS", tmp_path / "clear_refs")
     _check_since_start()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.strategy.tools import check_tools
+from lightning_autoparallel.strategy.lightning_tools import check_tools
 
 
 def trainer(module: nn.Module, *callbacks: Callback) -> Any:

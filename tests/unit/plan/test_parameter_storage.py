@@ -9,7 +9,7 @@ import pytest
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.plan.storage import place_parameters
+from lightning_autoparallel.plan.parameter_storage import place_parameters
 from tests.support.placements import R, S
 
 DP = PlanAxis(mesh_axes=("dp_shard",), size=4, rank=0, group_name="dp")

@@ -19,7 +19,7 @@ from lightning_autoparallel.capture.block_calls import BlockInputs, BlockResults
 from lightning_autoparallel.capture.repeats import same_value
 from lightning_autoparallel.capture.side_ways import SideWays, WatchedCall
 from lightning_autoparallel.capture.templates import Template, TemplateCopies, make_template
-from lightning_autoparallel.torch_compat.blocks import BlockCall, call_block
+from lightning_autoparallel.torch_compat.block_operators import BlockCall, call_block
 from lightning_autoparallel.torch_compat.constants import copy_constant
 
 Forward = Callable[..., Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_autoparallel.cli.bench.contenders import ours, parse_against, without_passes
-from lightning_autoparallel.cli.bench.records import Contender
+from lightning_autoparallel.cli.bench.measurements import Contender
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autoparallel.callbacks.memory import MemoryProbe, memory_probe
-from lightning_autoparallel.cli.bench.records import RankResult
+from lightning_autoparallel.callbacks.peak_memory import MemoryProbe, memory_probe
+from lightning_autoparallel.cli.bench.measurements import RankResult
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
-from lightning_autoparallel.torch_compat.world import all_launched_collectives
+from lightning_autoparallel.torch_compat.default_world import all_launched_collectives
 
 _CPU = torch.device("cpu")
 _COUNTERS = Path("/proc/net/dev")  # of the network namespace that reads it

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_autoparallel.config import PlanRule
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.plan.storage import rule_placement
+from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 
 def edge_pins(graph: fx.Graph, rules: Sequence[PlanRule], axis: PlanAxis) -> dict[fx.Node, Placement]:

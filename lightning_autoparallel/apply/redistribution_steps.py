@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from lightning_autoparallel.apply.groups import Groups, rank_order
+from lightning_autoparallel.apply.group_choice import Groups, rank_order
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import can_be, can_become, cut_order, dim_of, divides, is_shard
 from lightning_autoparallel.torch_compat.sharding import split_factor_of
