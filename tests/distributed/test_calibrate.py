@@ -37,6 +37,14 @@ def test_rates_are_written_and_read(launcher: tuple[str, ...], tmp_path: Path):
     assert set(found.intra_node.kinds) == set(COLLECTIVES) and set(found.peak_tflops) == {"float32"}
 
 
+@pytest.mark.matrix
+def test_every_axis_of_a_mesh_is_measured_and_all_together():
+    done = run(*COMMAND, *QUICK, "--processes", "4", "--mesh", '{"dp_shard": 2, "tp": 2}')
+    assert done.returncode == 0, done.stderr[-3000:]
+    for axes in ("dp_shard", "tp", "dp_shard,tp"):
+        assert f"all_to_all over {axes} " in done.stdout
+
+
 def test_a_rank_that_fails_is_named_with_what_it_said_last():
     command = ["-c", "print('no such device'); raise SystemExit(3)"]
     with (

@@ -59,7 +59,7 @@ def run_calibrate(args: Sequence[str]) -> None:
         local = local_ranks(options.processes)
         samples = measure(options.mesh, options.device, options.dtypes, local, options.spent_s)
         rates = _agreed(_rates(samples, options.device, local))
-        samples = replace(samples, steps=list(step_samples(options.mesh, options.device, local, rates)))
+        samples = replace(samples, steps=list(step_samples(options.device, local, rates)))
         if dist.get_rank() == 0:
             _report(samples, with_steps(rates, samples.steps), options.output)
 

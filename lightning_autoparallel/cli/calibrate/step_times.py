@@ -18,7 +18,6 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autoparallel.cli.calibrate.samples import StepSample
-from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
@@ -59,29 +58,36 @@ class _Clock(Callback):
         return statistics.median(after - before for before, after in pairwise(self.starts[_WARMUP:])) * 1e6
 
 
-def step_samples(spec: MeshSpec, device_type: str, local_ranks: int, rates: Mapping[str, Any]) -> Iterator[StepSample]:
-    """Steps of modules with few and with many parameters; ``rates`` predict the graphs, whose time is not counted."""
+def step_samples(device_type: str, local_ranks: int, rates: Mapping[str, Any]) -> Iterator[StepSample]:
+    """Steps of modules with few and with many parameters, under fsdp over all ranks.
+
+    ``rates`` predict the graphs, whose time is told apart.
+    """
     rows = TensorDataset(torch.randn(_ROWS * dist.get_world_size() * (_WARMUP + _STEPS + 1), _WIDTH))
     for count in _LAYERS:
         clock = _Clock()
-        strategy = AutoParallelStrategy(mesh=dict(spec.axes), plan="fsdp", hardware={**rates, **_UNCOUNTED})
-        trainer = Trainer(
-            accelerator="gpu" if device_type == "cuda" else "cpu",
-            devices=local_ranks,
-            num_nodes=dist.get_world_size() // local_ranks,
-            strategy=strategy,
-            max_steps=_WARMUP + _STEPS + 1,
-            callbacks=[clock],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        strategy = AutoParallelStrategy(mesh={"dp_shard": -1}, plan="fsdp", hardware={**rates, **_UNCOUNTED})
         with _quiet():
+            trainer = _trainer(device_type, local_ranks, strategy, clock)
             trainer.fit(_Layers(count), DataLoader(rows, batch_size=_ROWS))
         predicted_us = strategy.reports["training_step"].whole_step_us
         assert predicted_us is not None, strategy.reports["training_step"].notes
         yield StepSample(parameters=2 * count, time_us=clock.step_us(), graphs_us=predicted_us)
+
+
+def _trainer(device_type: str, local_ranks: int, strategy: AutoParallelStrategy, clock: Callback) -> Trainer:
+    return Trainer(
+        accelerator="gpu" if device_type == "cuda" else "cpu",
+        devices=local_ranks,
+        num_nodes=dist.get_world_size() // local_ranks,
+        strategy=strategy,
+        max_steps=_WARMUP + _STEPS + 1,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 _UNCOUNTED = {"step_latency_us": 0.0, "parameter_latency_us": 0.0}
