@@ -101,7 +101,7 @@ def weights_only_of_run() -> bool | None:
 
     ``Trainer._run`` does not hand it on to strategies that restore after setup, so it is read from that call's frame.
     """
-    given = _arguments_of_run().get("weights_only")
+    given = (_arguments_of_run() or {}).get("weights_only")
     return given if isinstance(given, bool) else None
 
 
@@ -121,15 +121,23 @@ def restore_modules_and_callbacks(trainer: Trainer) -> None:
 
     ``Trainer._run`` does so before setup or after ``on_fit_start``, and keeps the path to itself until then.
     """
-    connector = trainer._checkpoint_connector
-    connector._restore_modules_and_callbacks(_arguments_of_run().get("ckpt_path"))
+    given = _arguments_of_run()
+    assert given is not None, "a strategy is set up by Trainer._run, and by nothing else"
+    trainer._checkpoint_connector._restore_modules_and_callbacks(given["ckpt_path"])
 
 
-def _arguments_of_run() -> dict[str, Any]:
+def _arguments_of_run() -> dict[str, Any] | None:
+    """What the run of a Trainer was given, whoever has wrapped its method; None outside of a run."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not Trainer._run.__code__:
+    while frame is not None and not _is_run(frame):
         frame = frame.f_back
-    return {} if frame is None else frame.f_locals
+    return None if frame is None else frame.f_locals
+
+
+def _is_run(frame: FrameType) -> bool:
+    if frame.f_code.co_name != Trainer._run.__name__:
+        return False
+    return isinstance(frame.f_locals.get("self"), Trainer) and "ckpt_path" in frame.f_locals
 
 
 def injected_samplers() -> tuple[type, ...]:
