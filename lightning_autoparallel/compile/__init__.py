@@ -4,8 +4,8 @@ from lightning_autoparallel.compile.backend import check_compiler, lower_partiti
 from lightning_autoparallel.compile.dynamo_backend import autoparallel_backend
 from lightning_autoparallel.compile.partition import partition_graph
 from lightning_autoparallel.compile.retrace import retraceable
-from lightning_autoparallel.compile.run_step import run_step
 from lightning_autoparallel.compile.specialize import specialize, specialize_partitioned
+from lightning_autoparallel.compile.step_runner import run_step
 
 __all__ = [
     "autoparallel_backend",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_autoparallel.compile import run_step as compiled_step
+from lightning_autoparallel.compile import step_runner as compiled_step
 from lightning_autoparallel.pipeline import ready_step
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
 from tests.support.tiers import tiered
