@@ -253,8 +253,8 @@ class SavingStrategy(WorldStrategy):
 
     def _read(self, path: str, location: Location | None, weights_only: bool | None) -> dict[str, Any]:
         """A single file; of its model and optimizers each rank reads later what it keeps, where no hook keeps more."""
-        assert self.lightning_module is not None
-        plain = type(self.checkpoint_io) is TorchCheckpointIO and not gets_checkpoints(self.lightning_module)
+        module = self.lightning_module
+        plain = type(self.checkpoint_io) is TorchCheckpointIO and module is not None and not gets_checkpoints(module)
         on_disk = read_file(location, weights_only) if location is not None and plain else None
         self._on_disk = on_disk is not None
         if on_disk is not None:

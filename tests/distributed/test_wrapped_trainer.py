@@ -1,4 +1,4 @@
-"""Tools that wrap methods of the Trainer: what a run was given is found all the same."""
+"""Tools that wrap methods of the Trainer, or call them out of turn: checkpoints are found and read all the same."""
 
 from __future__ import annotations
 
@@ -50,6 +50,22 @@ def begun() -> list[int]:
             trainer.save_checkpoint(path)
             steps.append(callback.step)
     return steps
+
+
+def read_before_a_run() -> tuple[int, list[str]]:
+    """What a Trainer that has no module yet reads of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "first.ckpt")
+        options = {"limit_train_batches": 2, "limit_val_batches": 0}
+        trainer = make_trainer(make_strategy({"dp_shard": 1}, {}), 1, **options)
+        trainer.fit(BoringModel())
+        trainer.save_checkpoint(path)
+        found = make_trainer(make_strategy({"dp_shard": 1}, {}), 1).strategy.load_checkpoint(path, weights_only=True)
+    return found["global_step"], list(found["state_dict"])
+
+
+def test_a_file_is_read_before_there_is_a_module(worlds: Worlds):
+    assert worlds(1).run(read_before_a_run) == [(2, ["layer.weight", "layer.bias"])]
 
 
 def test_a_checkpoint_is_resumed_whoever_wraps_the_run(worlds: Worlds):
