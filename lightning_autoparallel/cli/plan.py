@@ -46,7 +46,8 @@ class CommandTrainer(Trainer):
             model: its training step is planned.
             datamodule: gives the sample batch.
             output: where to write the report as JSON.
-            hardware: predict times for it: cpu, a100-80gb, h100, h200, b200, mi300x, or {base: h100, KEY: MEASURED}.
+            hardware: predict times for it: cpu, a100-80gb, h100, h200, b200, mi300x, {base: h100, KEY: MEASURED}
+                or a file of `calibrate`.
             trace: write the predicted timeline to this file, for Perfetto or chrome://tracing.
             plot: draw predicted memory and timeline as PNG files into this folder.
             options: what the strategy and this Trainer were made from.

@@ -105,6 +105,15 @@ class HardwareSpec:
             return measured
         return self.peak_of(dtype) * (self.attention_fraction if is_attention else self.matmul_fraction)
 
+    def host_time_us(self, parameters: int) -> float | None:
+        """What a training step with so many parameters takes beside its graphs and the optimizer's kernels.
+
+        None where that was not measured.
+        """
+        if self.step_latency_us is None or self.parameter_latency_us is None:
+            return None
+        return self.step_latency_us + parameters * self.parameter_latency_us
+
     @property
     def achieved_gb_per_s(self) -> float:
         """The memory bandwidth that predictions assume."""

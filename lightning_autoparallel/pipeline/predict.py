@@ -80,10 +80,11 @@ def around_us(report: PlanReport, hardware: HardwareSpec) -> float | None:
     AdamW reads a parameter, its gradient and two moments, and writes all but the gradient. None where the hardware's
     share of the host was not measured, or nothing is trained.
     """
-    if hardware.step_latency_us is None or hardware.parameter_latency_us is None or not report.gradients_bytes:
+    host_us = hardware.host_time_us(len(report.parameters))
+    if host_us is None or not report.gradients_bytes:
         return None
     moving_us = _ADAMW_MOVES * report.gradients_bytes / (hardware.achieved_gb_per_s * 1e3)
-    return hardware.step_latency_us + len(report.parameters) * hardware.parameter_latency_us + moving_us
+    return host_us + moving_us
 
 
 def _predictions(

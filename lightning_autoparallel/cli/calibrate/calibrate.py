@@ -106,9 +106,9 @@ def _mesh(text: str) -> dict[str, int]:
     try:
         mesh = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f'--mesh {text} is no JSON ({error}): give axes and sizes, as in {{"dp_shard": 2}}') from None
+        raise ConfigError(f"--mesh {text} is no JSON ({error}): {_MESH_HINT}") from None
     if not isinstance(mesh, dict):
-        raise ConfigError(f'--mesh {text} names no axes: give axes and sizes, as in {{"dp_shard": 2}}')
+        raise ConfigError(f"--mesh {text} names no axes: {_MESH_HINT}")
     return mesh
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,16 +62,10 @@ def _links(samples: Samples) -> dict[str, Any]:
         return {}
     inside = [sample for sample in samples.collectives if sample.group.nodes == 1]
     between = [sample for sample in samples.collectives if sample.group.nodes > 1]
-    links = {key: _link(found, samples.launch_us) for key, found in _sorted(inside, between) if found}
+    by_link = {"intra_node": inside, "inter_node": between}
+    links = {key: _link(found, samples.launch_us) for key, found in by_link.items() if found}
     measured = {"launch_latency_us": _short(samples.launch_us), **links}
     return measured | ({"overlap_share": _short(overlap_share(samples.overlap))} if samples.overlap else {})
-
-
-def _sorted(
-    inside: Sequence[CollectiveSample], between: Sequence[CollectiveSample]
-) -> Iterator[tuple[str, Sequence[CollectiveSample]]]:
-    yield "intra_node", inside
-    yield "inter_node", between
 
 
 def _link(samples: Sequence[CollectiveSample], launch_us: float) -> dict[str, Any]:
@@ -101,8 +94,9 @@ def residuals(samples: Samples, hardware: HardwareSpec) -> Iterator[tuple[str, s
 
 
 def _whole_us(step: StepSample, hardware: HardwareSpec) -> float:
-    around_us = (hardware.step_latency_us or 0.0) + step.parameters * (hardware.parameter_latency_us or 0.0)
-    return step.graphs_us + around_us
+    host_us = hardware.host_time_us(step.parameters)
+    assert host_us is not None, "steps are samples of hardware whose host was measured"
+    return step.graphs_us + host_us
 
 
 def kernel_time_us(sample: KernelSample, hardware: HardwareSpec) -> float:
@@ -115,7 +109,7 @@ def kernel_time_us(sample: KernelSample, hardware: HardwareSpec) -> float:
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 
-def spread(pairs: Sequence[tuple[float, float]], key: Callable[[float], float] = abs) -> tuple[float, float]:
+def spread(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(typical, worst) ratio of measured to predicted, whichever is larger on top: median and maximum."""
-    ratios = sorted(math.exp(key(math.log(measured / predicted))) for measured, predicted in pairs)
+    ratios = sorted(max(measured / predicted, predicted / measured) for measured, predicted in pairs)
     return ratios[len(ratios) // 2], ratios[-1]

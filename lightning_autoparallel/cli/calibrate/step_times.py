@@ -24,6 +24,7 @@ from lightning_autoparallel.strategy import AutoParallelStrategy
 _LAYERS = (1, 16)
 _WIDTH, _ROWS = 64, 8
 _WARMUP, _STEPS = 5, 30
+_UNCOUNTED = {"step_latency_us": 0.0, "parameter_latency_us": 0.0}
 
 
 class _Layers(LightningModule):
@@ -88,9 +89,6 @@ def _trainer(device_type: str, local_ranks: int, strategy: AutoParallelStrategy,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-_UNCOUNTED = {"step_latency_us": 0.0, "parameter_latency_us": 0.0}
 
 
 @contextmanager

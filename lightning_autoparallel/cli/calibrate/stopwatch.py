@@ -15,7 +15,7 @@ _FEWEST, _MOST = 3, 40
 
 @dataclass(frozen=True, kw_only=True)
 class Stopwatch:
-    """Measures on ``device``; with several ranks they begin together, and the slowest one counts."""
+    """Measures on ``device``; ranks of the process group begin together, and the slowest one counts."""
 
     device: torch.device
     spent_s: float = 0.25  # on one figure
@@ -32,8 +32,7 @@ class Stopwatch:
 
     def _once_us(self, run: Callable[[], object]) -> float:
         self.finish()
-        if dist.is_initialized():
-            dist.barrier()
+        dist.barrier()
         start = time.perf_counter()
         run()
         self.finish()
@@ -46,8 +45,6 @@ class Stopwatch:
 
     def slowest(self, own_us: float) -> float:
         """The longest of all ranks' times."""
-        if not dist.is_initialized():
-            return own_us
         figure = torch.tensor(own_us, dtype=torch.float64, device=self.device)
         dist.all_reduce(figure, dist.ReduceOp.MAX)
         return float(figure)

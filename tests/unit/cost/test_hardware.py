@@ -49,6 +49,7 @@ def test_measured_rates_replace_those_of_the_base():
     ("given", "message"),
     [
         ("h10", "did you mean 'h100'"),
+        ("no/such/rates.yaml", "no/such/rates.yaml cannot be read"),
         ({"matmul_fraction": 0.6}, "with a base"),
         ({"base": "h100", "matmul_fractoin": 0.6}, "did you mean 'matmul_fraction'"),
         ({"base": "h100", "matmul_fraction": 0.8}, "at most 0.75"),

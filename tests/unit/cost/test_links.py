@@ -31,10 +31,10 @@ def test_what_every_rank_sends_itself(kind, moved):
 
 
 def test_a_measured_all_reduce_takes_no_tree_beside():
-    """The chain of a tree has the ring's latency here; with a link that is slow in all-reduces only, a tree of the
-    link's own figures would be faster."""
-    expected = 10 + 6 * 4 + 6000 / 500
-    assert collective_time_us("all_reduce", 4000, FOUR, with_kinds(all_reduce=SLOW)) == pytest.approx(expected)
+    """A tree with the latency of the link itself, 10 + 6 * 2 + 4000 * 2 * 1.5 / 500 us, would be faster."""
+    slow = replace(SLOW, latency_us=40.0)
+    expected = 10 + 6 * 40 + 6000 / 500
+    assert collective_time_us("all_reduce", 4000, FOUR, with_kinds(all_reduce=slow)) == pytest.approx(expected)
 
 
 def test_kinds_are_read_over_those_of_the_base():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,22 @@ def test_a_gather_hides_behind_what_runs_before_its_wait():
     assert timeline.time_us == pytest.approx(GATHER_US + PRODUCT_US)
     assert timeline.exposed_us == pytest.approx(GATHER_US - 2 * KIB_US)
     assert timeline.stalls_us == {started.name: pytest.approx(GATHER_US - 2 * KIB_US)}
+
+
+@pytest.mark.parametrize("calls", [1, 12])
+def test_computing_beside_a_collective_loses_a_share_of_its_time(calls: int):
+    """At half the pace while the gather runs: twice as long where that is all, else half of the gather's time more."""
+    build = Builder()
+    shard, x = build.input(8, 16), build.input(16, 16)
+    started = build.gather(shard, 2, "pair")
+    work = x
+    for _ in range(calls):
+        work = build.call(aten.mm.default, work, x)
+    graph = build.output(work, build.wait(started))
+    alone_us = predict_timeline(graph, ROUND, PAIR).compute_us
+    beside = predict_timeline(graph, replace(ROUND, overlap_share=0.5), PAIR)
+    assert beside.compute_us == pytest.approx(min(2 * alone_us, alone_us + GATHER_US / 2))
+    assert beside.communication_us == pytest.approx(GATHER_US)
 
 
 def test_a_collective_starts_after_what_comes_before_it_on_the_compute_stream():
