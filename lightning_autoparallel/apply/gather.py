@@ -44,7 +44,16 @@ def whole_on_host(value: Any) -> Any:
 
 def gathered(state: Any) -> Any:
     """``state`` with whole tensors on the host in the place of shards; every rank calls it with the same shards."""
-    return tree_map(lambda leaf: whole_on_host(leaf) if isinstance(leaf, DTensor) else leaf, state)
+    return mapped_state(lambda leaf: whole_on_host(leaf) if isinstance(leaf, DTensor) else leaf, state)
+
+
+def mapped_state(convert: Callable[[Any], Any], state: Any) -> Any:
+    """``state`` with its leaves converted; state dicts keep the modules' versions, by which they are read."""
+    mapped = tree_map(convert, state)
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if hasattr(value, "_metadata"):
+            mapped[key]._metadata = value._metadata
+    return mapped
 
 
 def rebind(optimizer: Optimizer, replacements: Replacements, convert: Callable[[Tensor, str, Any], Any]) -> None:

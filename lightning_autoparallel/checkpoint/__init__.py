@@ -13,6 +13,7 @@ from lightning_autoparallel.checkpoint.sharded import (
     model_state,
     save_folder,
 )
+from lightning_autoparallel.checkpoint.shards_of_ranks import ShardsOfRanks
 from lightning_autoparallel.checkpoint.single import (
     full_model_state,
     full_optimizer_state,
@@ -34,6 +35,7 @@ __all__ = [
     "Location",
     "Part",
     "SafetensorsFolder",
+    "ShardsOfRanks",
     "StoredSpec",
     "StoredTensors",
     "WeightsToCome",

@@ -5,8 +5,9 @@ public name here. The command line is in ``lightning_compat.cli``.
 """
 
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DistributedSampler
 
@@ -105,15 +106,14 @@ def weights_only_of_run() -> bool | None:
     return given if isinstance(given, bool) else None
 
 
-def gets_checkpoints(module: LightningModule) -> bool:
-    """Whether a hook of the module or of a callback is given checkpoints that are loaded: it may keep parts of them."""
+def gets_checkpoints(module: LightningModule, hook: Literal["on_load_checkpoint", "on_save_checkpoint"]) -> bool:
+    """Whether a hook of the module or of a callback is given checkpoints, of which it may keep or change parts."""
     callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-    hooks: list[tuple[Any, Any]] = [
-        (module.load_state_dict, LightningModule.load_state_dict),
-        (module.on_load_checkpoint, LightningModule.on_load_checkpoint),
-        *((callback.on_load_checkpoint, Callback.on_load_checkpoint) for callback in callbacks),
-    ]
-    return any(getattr(hook, "__func__", None) is not plain for hook, plain in hooks)
+    hooks: list[tuple[Any, Any]] = [(getattr(module, hook), getattr(LightningModule, hook))]
+    hooks += [(getattr(callback, hook), getattr(Callback, hook)) for callback in callbacks]
+    if hook == "on_load_checkpoint":
+        hooks.append((module.load_state_dict, LightningModule.load_state_dict))
+    return any(getattr(given, "__func__", None) is not plain for given, plain in hooks)
 
 
 def restore_modules_and_callbacks(trainer: Trainer) -> None:
@@ -126,18 +126,28 @@ def restore_modules_and_callbacks(trainer: Trainer) -> None:
     trainer._checkpoint_connector._restore_modules_and_callbacks(given["ckpt_path"])
 
 
+def is_saved_by_trainer() -> bool:
+    """Whether what is asked for now is given to the strategy's ``save_checkpoint`` next, but for hooks."""
+    return _arguments_of(Trainer.save_checkpoint, "filepath") is not None
+
+
 def _arguments_of_run() -> dict[str, Any] | None:
-    """What the run of a Trainer was given, whoever has wrapped its method; None outside of a run."""
+    """What the run of a Trainer was given; None outside of a run."""
+    return _arguments_of(Trainer._run, "ckpt_path")
+
+
+def _arguments_of(method: Callable[..., Any], argument: str) -> dict[str, Any] | None:
+    """What a Trainer's method that runs now was given, whoever has wrapped it; ``argument`` is one of its own."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not _is_run(frame):
+    while frame is not None and not _runs(frame, method.__name__, argument):
         frame = frame.f_back
     return None if frame is None else frame.f_locals
 
 
-def _is_run(frame: FrameType) -> bool:
-    if frame.f_code.co_name != Trainer._run.__name__:
+def _runs(frame: FrameType, method: str, argument: str) -> bool:
+    if frame.f_code.co_name != method:
         return False
-    return isinstance(frame.f_locals.get("self"), Trainer) and "ckpt_path" in frame.f_locals
+    return isinstance(frame.f_locals.get("self"), Trainer) and argument in frame.f_locals
 
 
 def injected_samplers() -> tuple[type, ...]:
@@ -226,6 +236,7 @@ __all__ = [
     "init_process_group",
     "injected_samplers",
     "is_param_in_hook_signature",
+    "is_saved_by_trainer",
     "mixed_flavours",
     "rank_zero_info",
     "rank_zero_only",

@@ -48,6 +48,11 @@ class ControlGroup:
         with one_gloo_thread():
             self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
 
+    @property
+    def group(self) -> Any:
+        """For who talks on the thread that trains; None where there is nobody else."""
+        return self._group
+
     def agrees(self, text: str) -> bool:
         """Whether every rank gave the same text: one all-reduce of 16 bytes."""
         agreed = self._compare(text, None)

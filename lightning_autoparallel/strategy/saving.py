@@ -17,6 +17,7 @@ from lightning_autoparallel.checkpoint import (
     RANDOM_STATE,
     BackgroundWriter,
     Location,
+    ShardsOfRanks,
     copied,
     copied_but,
     first_rank_runs,
@@ -40,6 +41,7 @@ from lightning_autoparallel.lightning_compat import (
     TorchCheckpointIO,
     Trainer,
     gets_checkpoints,
+    is_saved_by_trainer,
     rank_zero_info,
     rank_zero_warn,
     restore_modules_and_callbacks,
@@ -105,6 +107,8 @@ class SavingStrategy(WorldStrategy):
         self._come_together()
         if self._choose_kind():
             return model_state(self.lightning_module)
+        if self._stays_in_shards:
+            return self.lightning_module.state_dict()
         self._made.clear()
         return full_model_state(self.lightning_module, keep=self.is_global_zero, made=self._made_here)
 
@@ -113,7 +117,15 @@ class SavingStrategy(WorldStrategy):
         assert self.lightning_module is not None
         if self._choose_kind() if self._as_folder is None else self._as_folder:
             return optimizer_state(self.lightning_module, optimizer)
+        if self._stays_in_shards:
+            return dict(optimizer.state_dict())
         return full_optimizer_state(optimizer, keep=self.is_global_zero, made=self._made_here)
+
+    @property
+    def _stays_in_shards(self) -> bool:
+        """Whether nobody sees a file's tensors before ``save_checkpoint``, which gathers one after another."""
+        assert self.lightning_module is not None
+        return is_saved_by_trainer() and not gets_checkpoints(self.lightning_module, "on_save_checkpoint")
 
     @property
     def _made_here(self) -> list[Tensor] | None:
@@ -172,15 +184,29 @@ class SavingStrategy(WorldStrategy):
         group = None if self._writer is None else self._writer.group
         made, self._made = self._made, []
         keep: Callable[[dict[str, Any]], dict[str, Any]] = dict if self._writer is None else copied
+        write: Callable[[], None]
         if self._as_folder:
             tensors, beside = folder_of(checkpoint, random_state)
             write = partial(save_folder, keep(tensors), keep(beside), Location(path, storage_options), group)
-        else:
-            # callbacks may have put shards of their own there
+        elif type(self.checkpoint_io) is TorchCheckpointIO and Location(path).is_local and storage_options is None:
+            whole, shards = self._in_parts({**checkpoint, RANDOM_STATE: random_state}, made)
+            write = partial(shards.written_by, partial(self._write_file, whole, path, None))
+        else:  # callbacks may have put shards of their own there
             whole = {**gathered(checkpoint), RANDOM_STATE: random_state}
             whole = whole if self._writer is None else copied_but(made, whole)
             write = partial(first_rank_runs, partial(self._write_file, whole, path, storage_options), group)
         write() if self._writer is None else self._writer.submit(write)
+
+    def _in_parts(self, checkpoint: dict[str, Any], made: list[Tensor]) -> tuple[dict[str, Any], ShardsOfRanks]:
+        """What a file shall hold, and the shards that are made whole while it is written."""
+        on_main_thread = None if self._control is None else self._control.group
+        shards = ShardsOfRanks(on_main_thread if self._writer is None else self._writer.group)
+        whole = shards.taken_out_of(checkpoint)
+        whole = whole if self.is_global_zero else {}  # who writes
+        if self._writer is None:
+            return whole, shards
+        shards.copy()
+        return copied_but(made, whole), shards
 
     def _write_file(self, whole: dict[str, Any], path: str, storage_options: Any) -> None:
         location = Location(path)
@@ -254,8 +280,10 @@ class SavingStrategy(WorldStrategy):
     def _read(self, path: str, location: Location | None, weights_only: bool | None) -> dict[str, Any]:
         """A single file; of its model and optimizers each rank reads later what it keeps, where no hook keeps more."""
         module = self.lightning_module
-        plain = type(self.checkpoint_io) is TorchCheckpointIO and module is not None and not gets_checkpoints(module)
-        on_disk = read_file(location, weights_only) if location is not None and plain else None
+        on_disk = None
+        if type(self.checkpoint_io) is TorchCheckpointIO and location is not None and module is not None:
+            kept = gets_checkpoints(module, "on_load_checkpoint")
+            on_disk = None if kept else read_file(location, weights_only)
         self._on_disk = on_disk is not None
         if on_disk is not None:
             return on_disk

@@ -5,10 +5,10 @@
 Two ranks train a stack of linear layers with Adam over gloo and save folders and single files, while the step waits and
 in the background; then another training resumes. Seconds are medians of what `save_checkpoint` took; bytes are the most
 that the process held above what it held before, of the rank with most. A rank's share are its shards of the parameters
-and of the optimizer's state; of a file, rank 0 gathers the whole state: as many shares as there are ranks. A rank that
-loads holds the optimizer's shards, two thirds of its share, when it is done, and did not before. Pages of a mapped file
-are the system's, all ranks of a machine share them: memory while loading is `RssAnon`, without them, looked at
-every millisecond.
+and of the optimizer's state; of a file, rank 0 makes one tensor whole after another. A rank that loads holds the
+optimizer's shards, two thirds of its share, when it is done, and did not before. Pages of a mapped file are the
+system's, all ranks of a machine share them: memory while loading is `RssAnon`, without them, looked at every
+millisecond.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_autoparallel.errors import AutoParallelError
@@ -155,9 +156,42 @@ def test_the_file_is_made_as_one_device_makes_it(worlds: Worlds, tmp_path: Path)
     expected, found = (torch.load(path, map_location="cpu", weights_only=True) for path in (plain, ours))
     assert found.pop("autoparallel_random_state").keys() == {"seed", "draws"}
     assert shape_of(found) == shape_of(expected)
+    assert found["state_dict"]._metadata == expected["state_dict"]._metadata
+    state = found["state_dict"]
+    assert state["again.weight"].data_ptr() == state["net.2.weight"].data_ptr()  # tied, and written once
     torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=1e-5)
     moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (found, expected)]
     torch.testing.assert_close(*moments, rtol=1e-3, atol=1e-6)
+
+
+class Looks(Callback):
+    """Sees and changes what is saved, as one does who saves averages in the place of weights."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.seen = shape_of({key: checkpoint[key] for key in ("state_dict", "optimizer_states")})
+        for tensor in checkpoint["state_dict"].values():
+            tensor.add_(1)
+
+
+def saves_with_a_hook(mesh: Mapping[str, int] | None, plain: str, hooked: str) -> Any:
+    module, trainer, _ = start(mesh, 1, True)
+    trainer.fit(module)
+    trainer.save_checkpoint(plain)
+    looks = Looks()
+    trainer.callbacks.append(looks)
+    trainer.save_checkpoint(hooked)
+    return looks.seen
+
+
+def test_hooks_see_what_one_device_has(worlds: Worlds, tmp_path: Path) -> None:
+    expected = saves_with_a_hook(None, str(tmp_path / "a"), str(tmp_path / "b"))
+    plain, hooked = str(tmp_path / "plain.ckpt"), str(tmp_path / "hooked.ckpt")
+    seen, _ = worlds(2).run(saves_with_a_hook, MESH, plain, hooked)
+    assert seen == expected
+    before, after = (torch.load(path, weights_only=True)["state_dict"] for path in (plain, hooked))
+    for name, tensor in before.items():
+        twice = name in ("again.weight", "net.2.weight")  # tied, on one device too
+        torch.testing.assert_close(after[name], tensor + (2 if twice else 1))
 
 
 def both_kinds(file: str, folder: str) -> tuple[float, float, float]:

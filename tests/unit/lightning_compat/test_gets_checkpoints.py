@@ -1,4 +1,4 @@
-"""Whether a hook is given what is loaded."""
+"""Whether a hook is given what is loaded, or saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HookedCallback(Callback):
 def gets(module: LightningModule, *callbacks: Callback) -> bool:
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False}
     module.trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **options)
-    return gets_checkpoints(module)
+    return gets_checkpoints(module, "on_load_checkpoint")
 
 
 def test_modules() -> None:
@@ -59,3 +59,24 @@ def test_a_hook_of_one_instance() -> None:
 )
 def test_callbacks(callback: Callback, expected: bool) -> None:
     assert gets(Plain(), callback) is expected
+
+
+class HookedAtSaving(LightningModule):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "expected"),
+    [
+        (Plain, ModelCheckpoint(), False),
+        (Hooked, HookedCallback(), False),
+        (HookedAtSaving, ModelCheckpoint(), True),
+        (Plain, LambdaCallback(on_save_checkpoint=print), True),
+        (Plain, WeightAveraging(), True),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
+)
+def test_what_is_saved(module: type[LightningModule], callback: Callback, expected: bool) -> None:
+    made = module()
+    gets(made, callback)
+    assert gets_checkpoints(made, "on_save_checkpoint") is expected
