@@ -117,5 +117,5 @@ def has_more(path: str) -> str:
 
 def test_ranks_that_hold_other_shards_do_not_wait_for_each_other(worlds: Worlds, tmp_path: Path) -> None:
     for text in worlds(4).run(has_more, str(tmp_path / "file.ckpt")):
-        assert "other numbers of sharded tensors into it, by rank [16, 16, 17, 16]" in text
+        assert "other numbers of sharded tensors into it, by rank [15, 15, 16, 15]" in text
     assert not (tmp_path / "file.ckpt").exists()
