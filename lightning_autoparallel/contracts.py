@@ -335,6 +335,17 @@ class PlanReport:
         return self.step_time_us + self.around_us
 
     @property
+    def training_peak_bytes(self) -> int | None:
+        """Predicted bytes that are alive on one rank at most: parameters, the optimizer's state, and the largest peak.
+
+        An optimizer whose state is not known is taken to keep two values per parameter, as AdamW. None if unknown.
+        """
+        if self.predicted_peak_bytes is None:
+            return None
+        optimizer = 2 * self.parameters_bytes if self.optimizer_bytes is None else self.optimizer_bytes
+        return self.parameters_bytes + optimizer + self.predicted_peak_bytes
+
+    @property
     def tokens_per_second_per_device(self) -> float | None:
         """Predicted, from ``step_time_us``."""
         if self.tokens is None or not self.step_time_us:
@@ -364,6 +375,7 @@ class PlanReport:
             "timings_s": dict(self.timings_s),
             **graphs,
             "parameters_bytes": self.parameters_bytes,
+            "training_peak_bytes": self.training_peak_bytes,
             "gradients_bytes": self.gradients_bytes,
             "optimizer_bytes": self.optimizer_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,

@@ -86,7 +86,18 @@ def predicted_lines(report: PlanReport) -> list[str]:
         tokens = report.tokens_per_second_per_device
         shown = "" if tokens is None else f"{tokens:,.0f} tokens, "
         lines.append(f"predicted throughput per second and device: {shown}{samples:,.4g} samples")
-    return [*lines, f"assumed: {_assumptions(report.hardware)}"]
+    return [*lines, *_memory_line(report), f"assumed: {_assumptions(report.hardware)}"]
+
+
+def _memory_line(report: PlanReport) -> list[str]:
+    """What a training step needs, with the optimizer; nothing where nothing is trained."""
+    alive = report.training_peak_bytes
+    if alive is None or "backward" not in report.predictions:
+        return []
+    keeps = "two values per parameter for an optimizer" if report.optimizer_bytes is None else "the optimizer's state"
+    line = f"predicted memory of one rank: at most {format_bytes(alive)} alive, with parameters and {keeps}"
+    share = report.hardware.get("reserved_share")
+    return [line if share is None else f"{line}; {format_bytes(round(alive * (1 + share)))} reserved"]
 
 
 def _assumptions(hardware: Mapping[str, Any]) -> str:

@@ -46,8 +46,8 @@ class CommandTrainer(Trainer):
             model: its training step is planned.
             datamodule: gives the sample batch.
             output: where to write the report as JSON.
-            hardware: predict times for it: cpu, a100-80gb, h100, h200, b200, mi300x, {base: h100, KEY: MEASURED}
-                or a file of `calibrate`.
+            hardware: predict times for it: cpu, a100-80gb, h100, h100-96gb-500w, h200, b200, mi300x, a file of
+                `calibrate`, or {base: h100, KEY: MEASURED}.
             trace: write the predicted timeline to this file, for Perfetto or chrome://tracing.
             plot: draw predicted memory and timeline as PNG files into this folder.
             options: what the strategy and this Trainer were made from.

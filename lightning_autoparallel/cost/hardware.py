@@ -29,8 +29,9 @@ class HardwareSpec:
     taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops. ``overlap_share`` is
     how much of the time of a collective is lost by what computes beside it, where that was measured; so are
     ``step_latency_us``, what a training step takes on the host beside its graphs, and ``parameter_latency_us``, what
-    each of its parameters adds. ``backend`` is what process groups talk through there: ``nccl`` or ``gloo``; where
-    there are real ones, theirs counts.
+    each of its parameters adds. ``reserved_share`` is what the allocator holds beyond what is alive, as a share of
+    that; None where it is not known. ``backend`` is what process groups talk through there: ``nccl`` or ``gloo``;
+    where there are real ones, theirs counts.
 
     ``is_measured`` says that rates are a clock's (``calibrate``), not a datasheet's: fractions may be 1 then.
 
@@ -55,6 +56,7 @@ class HardwareSpec:
     parameter_latency_us: float | None = None
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
     overlap_share: float = 0.0
+    reserved_share: float | None = None
     backend: str = "nccl"
     is_measured: bool = False
 
@@ -64,6 +66,8 @@ class HardwareSpec:
             wanted = f"a number above 0 and at most {highest}"
             check(key, getattr(self, key), lambda value: 0 < value <= highest, wanted)
         check("overlap_share", self.overlap_share, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+        if self.reserved_share is not None:
+            check("reserved_share", self.reserved_share, lambda value: 0 <= value <= 1, "a number from 0 to 1")
         wanted = "a number above 0 and at most 1"
         check("memory_fraction", self.memory_fraction, lambda value: 0 < value <= 1, wanted)
         for key in ("memory_gb_per_s", "memory_bytes"):
@@ -184,6 +188,18 @@ _H100 = HardwareSpec(
     # One NDR adapter of 400 Gb/s per GPU (DGX H100 datasheet): 46 to 48 GB/s (NVIDIA/nccl-tests issue 290).
     inter_node=_network(42.0),
 )
+# The machines of torchtitan's benchmarks of Llama 3.1 (2024-12 and 2025-06): H100, 96 GB of HBM2e, limited to 500 W.
+# The fractions of matrix products and of attention, and the share that is reserved, are fitted to the times and the
+# memory published there (`python -m tests.benchmarks.published`); compiled, with what optimizer and host take in them.
+_H100_500W = replace(
+    _H100,
+    name="h100-96gb-500w",
+    matmul_fraction=0.47,
+    attention_fraction=0.255,
+    memory_gb_per_s=2400.0,  # six stacks, of which the five of NVIDIA's H100 PCIe have 2.0 TB/s (datasheet)
+    memory_bytes=96 * 10**9,
+    reserved_share=0.13,
+)
 _H200 = replace(
     _H100,
     name="h200",
@@ -259,7 +275,7 @@ _CPU = HardwareSpec(
 )
 
 HARDWARE: Mapping[str, HardwareSpec] = MappingProxyType(
-    {spec.name: spec for spec in (_CPU, _A100, _H100, _H200, _B200, _MI300X)}
+    {spec.name: spec for spec in (_CPU, _A100, _H100, _H100_500W, _H200, _B200, _MI300X)}
 )
 
 

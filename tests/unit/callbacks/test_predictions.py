@@ -67,6 +67,21 @@ def test_the_step_and_its_throughput(report):
     assert report.as_json()["tokens_per_second_per_device"] == pytest.approx(100_000)
 
 
+def test_the_memory_of_training(report):
+    report = replace(report, parameters_bytes=2**20, predicted_peak_bytes=5 * 2**20)
+    line = next(line for line in predicted_lines(report) if "memory" in line)
+    assert line == (
+        "predicted memory of one rank: at most 8.0 MiB alive, with parameters and two values per parameter for an "
+        "optimizer"
+    )
+    reserved = replace(report, hardware={**report.hardware, "reserved_share": 0.125}, optimizer_bytes=2**20)
+    line = next(line for line in predicted_lines(reserved) if "memory" in line)
+    assert line.endswith("at most 7.0 MiB alive, with parameters and the optimizer's state; 7.9 MiB reserved")
+    assert reserved.as_json()["training_peak_bytes"] == 7 * 2**20
+    inference = replace(report, predictions={}, predicted_peak_bytes=None)
+    assert inference.training_peak_bytes is None
+
+
 def test_nothing_is_said_where_a_graph_has_no_prediction(report):
     report = replace(report, predictions={"forward": prediction(8e3, 500.0)})
     assert predicted_lines(report) == []

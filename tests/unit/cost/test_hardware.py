@@ -10,7 +10,7 @@ import torch
 from lightning_autoparallel.cost import HARDWARE, hardware_from, hardware_named
 from lightning_autoparallel.errors import ConfigError
 
-NAMES = ("cpu", "a100-80gb", "h100", "h200", "b200", "mi300x")
+NAMES = ("cpu", "a100-80gb", "h100", "h100-96gb-500w", "h200", "b200", "mi300x")
 
 
 def test_the_table():
