@@ -14,7 +14,8 @@ from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 RESERVED_AXES = {"cp": "context parallelism is not built yet: shard the batch over dp_shard instead"}
-PLANS = ("ddp", "fsdp", "hsdp")
+AUTO = "auto"
+PLANS = ("ddp", "fsdp", "hsdp", AUTO)
 CHECKPOINT_POLICIES = ("none", "full", "selective")
 CAPTURE_MODES = ("auto", "step", "forward")
 DECOMPOSE_WHEN = ("auto", "never", "always")

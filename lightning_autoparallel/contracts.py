@@ -10,6 +10,8 @@ from typing import Any, Literal
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_autoparallel.config import PlanSpec
+
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
 Placements = tuple[Placement, ...]  # one per plan axis
@@ -106,6 +108,8 @@ class ShardingPlan:
     """A placement for every node of one captured graph, and for every parameter its storage placement.
 
     ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
+    ``found`` is the base and the rules that place parameters so, where no person wrote them, ``notes`` what is to be
+    said of how.
     """
 
     name: str
@@ -114,6 +118,8 @@ class ShardingPlan:
     parameters: Mapping[str, Placements]
     outputs: tuple[Placements | None, ...]
     joint_axes: tuple[PlanAxis, ...] = ()
+    found: PlanSpec | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

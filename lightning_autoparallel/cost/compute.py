@@ -38,14 +38,27 @@ def graph_times_us(graph: fx.Graph, hardware: HardwareSpec) -> dict[fx.Node, flo
     return {node: _time_us(node, kind, traffic[node], hardware) for node, kind in kinds.items()}
 
 
-def _time_us(node: fx.Node, kind: CallKind, size_bytes: int, hardware: HardwareSpec) -> float:
+def share_time_us(
+    node: fx.Node, kind: CallKind, size_bytes: float, flops_share: float, hardware: HardwareSpec
+) -> float:
+    """Microseconds of a rank's part of a call: ``size_bytes`` that it moves, and that share of the call's FLOPs.
+
+    Raises:
+        ConfigError: the hardware has no peak for the dtype of a matrix product.
+    """
+    return _time_us(node, kind, size_bytes, hardware, flops_share)
+
+
+def _time_us(
+    node: fx.Node, kind: CallKind, size_bytes: float, hardware: HardwareSpec, flops_share: float = 1.0
+) -> float:
     if kind in ("free", "collective"):
         return 0.0
     moving_us = size_bytes / (hardware.achieved_gb_per_s * 1e3)
     if kind == "fused":
         # What stays in registers is no kernel of its own.
         return max(moving_us, hardware.kernel_latency_us) if size_bytes else 0.0
-    flops = node_flops(node)
+    flops = node_flops(node) * flops_share
     computing_us = flops / (_achieved_tflops(node, hardware) * 1e6) if flops else 0.0
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 

@@ -19,11 +19,10 @@ from lightning_autoparallel.contracts import (
 from lightning_autoparallel.cost import CostModel, HardwareSpec, hardware_from, mesh_groups
 from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
+from lightning_autoparallel.cost.optimizer import update_time_us
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
-
-_ADAMW_MOVES = 7  # tensors of the size of the gradients
 
 
 def cost_model(config: EngineConfig, mesh: ParallelMesh, control: ControlGroup) -> CostModel:
@@ -77,14 +76,12 @@ def with_predictions(
 def around_us(report: PlanReport, hardware: HardwareSpec) -> float | None:
     """Microseconds of a training step beside its graphs: the host's, and an optimizer's that moves what AdamW does.
 
-    AdamW reads a parameter, its gradient and two moments, and writes all but the gradient. None where the hardware's
-    share of the host was not measured, or nothing is trained.
+    None where the hardware's share of the host was not measured, or nothing is trained.
     """
     host_us = hardware.host_time_us(len(report.parameters))
     if host_us is None or not report.gradients_bytes:
         return None
-    moving_us = _ADAMW_MOVES * report.gradients_bytes / (hardware.achieved_gb_per_s * 1e3)
-    return host_us + moving_us
+    return host_us + update_time_us(report.gradients_bytes, hardware)
 
 
 def _predictions(

@@ -14,7 +14,7 @@ from lightning_autoparallel.apply import UnreducedLayout, lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.compile import lower_partitioned, partition_graph, specialize_partitioned
-from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.config import AUTO, EngineConfig
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     CompiledStep,
@@ -117,11 +117,13 @@ def finish_step(
         partitioned, passes = _rewritten(sharded, context, costs, artifacts)
         check_same_order(partitioned, context.control)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
+    report = replace(report, notes=(*report.notes, *plan.notes))
     with clock("predict"):
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
-        artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, context.config.plan, context.mesh))
+        spec = plan.found or context.config.plan
+        artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh))
     with clock("compile"):
         # Until here no rank's graph tells which rank it is of.
         partitioned = specialize_partitioned(partitioned, group_place)
@@ -272,7 +274,8 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     document = read_plan(spec.file) if spec.file is not None else None
     if document is not None and document["graph"] == captured.name:
         return restore_plan(document, captured, spec, context.mesh)
-    return make_plan(captured, spec, context.mesh, context.warn)
+    costs = cost_model(context.config, context.mesh, context.control) if spec.base == AUTO else None
+    return make_plan(captured, spec, context.mesh, context.warn, costs=costs)
 
 
 def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from lightning_autoparallel.config import PlanRule, PlanSpec
+from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     GraphInput,
@@ -19,15 +19,18 @@ from lightning_autoparallel.contracts import (
     PlanAxis,
     ShardingPlan,
 )
+from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.placement import GENERIC, PlacementRates, redistribution_time_us
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.plan.automatic import FoundAxis, find_axis, found_spec
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.plan.gradients import late_reductions
 from lightning_autoparallel.plan.local import local_spec, own_values
 from lightning_autoparallel.plan.other_axes import OtherAxes
-from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters
+from lightning_autoparallel.plan.parameter_alternatives import free_parameters
+from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters, rule_placement
 from lightning_autoparallel.plan.pinned_edges import edge_pins
 from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
 
@@ -39,7 +42,7 @@ def plan_axes(plan: str | PlanSpec, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
     """The plan's axes on this mesh, outermost first; none for a single process.
 
     All ``dp_*`` axes are one but for ``hsdp``, which treats ``dp_replicate`` and ``dp_shard`` apart; an axis that rules
-    name is one of its own.
+    name, or that ``auto`` finds placements on, is one of its own.
 
     Raises:
         ConfigError: an axis of more than one process that the plan would leave idle.
@@ -50,7 +53,7 @@ def plan_axes(plan: str | PlanSpec, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
     for name in mesh.active(mesh.spec.names):
         if name in data_parallel:
             continue
-        if name not in spec.axes():
+        if name not in spec.axes() and spec.base != AUTO:
             raise ConfigError(
                 f"plan '{spec.name}' leaves mesh axis '{name}' of size {mesh.sizes[name]} idle: it would compute "
                 f"everything {mesh.sizes[name]} times; give rules that name {name}, or set {name}: 1"
@@ -85,6 +88,7 @@ class _Planning:
     mesh: ParallelMesh
     hardware: PlacementRates
     warn: Warn
+    costs: CostModel | None
 
 
 def make_plan(
@@ -93,8 +97,9 @@ def make_plan(
     mesh: ParallelMesh,
     warn: Warn,
     hardware: PlacementRates = GENERIC,
+    costs: CostModel | None = None,
 ) -> ShardingPlan:
-    """A placement for every node of ``captured``.
+    """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -112,8 +117,12 @@ def make_plan(
         mesh=mesh,
         hardware=hardware,
         warn=warn,
+        costs=costs if spec.base == AUTO else None,
     )
-    solved = _solve_axes(planning)
+    solved, found = _solve_axes(planning)
+    if planning.costs is not None:
+        rules = found_spec(spec, found)
+        planning = replace(planning, parameters=place_parameters(rules, shapes, axes, warn))
     return ShardingPlan(
         name=spec.name,
         axes=axes,
@@ -121,11 +130,13 @@ def make_plan(
         parameters={name: placement.storage for name, placement in planning.parameters.items()},
         outputs=_output_placements(planning),
         joint_axes=joint_axes(axes, mesh),
+        found=rules if planning.costs is not None else None,
+        notes=tuple(one.note for _, one in found),
     )
 
 
-def _solve_axes(planning: _Planning) -> list[Choices]:
-    """The choices on every plan axis.
+def _solve_axes(planning: _Planning) -> tuple[list[Choices], list[tuple[PlanAxis, FoundAxis]]]:
+    """The choices on every plan axis, and for ``auto`` what was found on those that do not share out the batch.
 
     The batch axes come first and as one: what they hold differently (parameters between steps) is no question of how
     to compute. The others are planned into what that has cut.
@@ -141,15 +152,35 @@ def _solve_axes(planning: _Planning) -> list[Choices]:
         choices = own_values(captured.graph_module.graph) if captured.local else _solve(planning, joint, None, others)
         solved.update(dict.fromkeys(batch, choices))
         others.add(joint, choices)
+    found: list[tuple[PlanAxis, FoundAxis]] = []
     for i, axis in enumerate(axes):
         if i not in solved:
-            solved[i] = _solve(planning, axis, i, others)
+            if planning.costs is not None:
+                found.append((axis, _find(planning, axis, i, others, planning.costs)))
+            solved[i] = found[-1][1].choices if planning.costs is not None else _solve(planning, axis, i, others)
             others.add(axis, solved[i])
-    return [solved[i] for i in range(len(axes))]
+    return [solved[i] for i in range(len(axes))], found
+
+
+def _find(planning: _Planning, axis: PlanAxis, position: int, others: OtherAxes, costs: CostModel) -> FoundAxis:
+    """What is best on one axis; parameters that rules name lie as those say."""
+    batch = next((other for other in planning.axes if other.shards_batch), None)
+    free = free_parameters(planning.captured, planning.placeholders, axis, batch, costs)
+    named = [rule for rule in planning.rules if rule.kind == "parameter"]
+    free = {
+        node: parameter
+        for node, parameter in free.items()
+        if rule_placement(named, parameter.name, node.meta["val"].shape, axis) is None
+    }
+    return find_axis(_axis_problem(planning, axis, position, others), axis, free, costs)
 
 
 def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:
-    """The choices on one axis; ``position`` is its place among the plan axes, None for the batch axes together."""
+    return solve_axis(_axis_problem(planning, axis, position, others))
+
+
+def _axis_problem(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> AxisProblem:
+    """One axis to plan; ``position`` is its place among the plan axes, None for the batch axes together."""
     times: dict[tuple[Placement, Placement, int], float] = {}
 
     def edge_time_us(source: Placement, target: Placement, size_bytes: int) -> float:
@@ -162,20 +193,18 @@ def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: Ot
     pins = {node: _pin(planning, item, axis, position) for node, item in planning.placeholders.items()}
     if position is not None:
         pins |= edge_pins(graph, planning.rules, axis)
-    return solve_axis(
-        AxisProblem(
-            graph=graph,
-            table=CandidateTable(axis, planning.mesh.submesh(axis.mesh_axes), planning.hardware, planning.warn),
-            pins=pins,
-            sinks=[(node, _allowed(planning, index, axis, position)) for index, node in enumerate(output_nodes(graph))],
-            edge_time_us=edge_time_us,
-            parameters=frozenset(n for n, item in planning.placeholders.items() if item.kind == "parameter"),
-            is_batch_axis=position is None,
-            reduced_late=late_reductions(planning.captured),
-            cut_already=others.cuts,
-            fits=others.fit(axis),
-            size_bytes=others.size_bytes,
-        )
+    return AxisProblem(
+        graph=graph,
+        table=CandidateTable(axis, planning.mesh.submesh(axis.mesh_axes), planning.hardware, planning.warn),
+        pins=pins,
+        sinks=[(node, _allowed(planning, index, axis, position)) for index, node in enumerate(output_nodes(graph))],
+        edge_time_us=edge_time_us,
+        parameters=frozenset(n for n, item in planning.placeholders.items() if item.kind == "parameter"),
+        is_batch_axis=position is None,
+        reduced_late=late_reductions(planning.captured),
+        cut_already=others.cuts,
+        fits=others.fit(axis),
+        size_bytes=others.size_bytes,
     )
 
 

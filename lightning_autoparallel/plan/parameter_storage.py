@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from lightning_autoparallel.config import PlanRule, PlanSpec
+from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError, closest
 from lightning_autoparallel.fx.placements import dim_of, explicit, is_shard, nested_shards, parse_placement, shard
@@ -110,7 +110,11 @@ def _sharded_positions(base: str, axes: Sequence[PlanAxis]) -> list[int]:
     """The axes over which the base plan shards parameters."""
     if base == "ddp":
         return []
-    return [i for i, axis in enumerate(axes) if axis.shards_batch and (base == "fsdp" or "dp_shard" in axis.mesh_axes)]
+    return [
+        i
+        for i, axis in enumerate(axes)
+        if axis.shards_batch and (base in ("fsdp", AUTO) or "dp_shard" in axis.mesh_axes)
+    ]
 
 
 def _with_base_shard(

@@ -333,7 +333,7 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
         others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
         if chosen is None:
             continue
-        if source in state.derived and not _parameter_may_move(state, (source, index), chosen, target):
+        if source in state.derived and not _may_move(state, (source, index), chosen, target):
             return math.inf
         if node in state.problem.reduced_late and chosen.is_partial() and not target.is_partial():
             return math.inf
@@ -352,12 +352,17 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
     return total
 
 
-def _parameter_may_move(state: _State, producer: Producer, chosen: Placement, target: Placement) -> bool:
-    if chosen == target or (chosen.is_partial() and target.is_replicate()):
+def parameter_may_move(producer: Producer, made: Placement, wanted: Placement, is_batch_axis: bool) -> bool:
+    """Whether what depends on parameters only may be redistributed so: reduced, or a whole vector cut."""
+    if made == wanted or (made.is_partial() and wanted.is_replicate()):
         return True
     value = fxn.values(producer[0])[producer[1]]
     is_vector = value is not None and value.dim() <= 1
-    return not state.problem.is_batch_axis and is_vector and chosen.is_replicate() and not target.is_partial()
+    return not is_batch_axis and is_vector and made.is_replicate() and not wanted.is_partial()
+
+
+def _may_move(state: _State, producer: Producer, made: Placement, wanted: Placement) -> bool:
+    return parameter_may_move(producer, made, wanted, state.problem.is_batch_axis)
 
 
 def _output_time_us(state: _State, producer: Producer, placement: Placement) -> float:
@@ -368,14 +373,16 @@ def _output_time_us(state: _State, producer: Producer, placement: Placement) -> 
     return total
 
 
-def _leaving(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
-    """What it costs a value to leave the graph: gathered or reduced, never turned from one dim to another.
+def may_leave(made: Placement, target: Placement) -> bool:
+    """Whether a value may leave the graph so: gathered or reduced, never turned from one dim to another.
 
     An all-to-all of a gradient would be cheap, but it is no reduction: the work it saves is moved into the backward.
     """
-    if not source.is_partial() and not source.is_replicate() and not target.is_replicate() and source != target:
-        return math.inf
-    return _edge(state, producer, source, target)
+    return made == target or made.is_partial() or made.is_replicate() or target.is_replicate()
+
+
+def _leaving(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
+    return _edge(state, producer, source, target) if may_leave(source, target) else math.inf
 
 
 def _edge(state: _State, producer: Producer, source: Placement, target: Placement) -> float:

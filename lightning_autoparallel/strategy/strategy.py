@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 from lightning_autoparallel.apply import rebind, shared_state, whole_state
 from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, state_bytes
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
+from lightning_autoparallel.config import AUTO, CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import (
     A_TRAINER,
     LightningModule,
@@ -62,7 +63,8 @@ class AutoParallelStrategy(SavingStrategy):
         mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1.
         plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
             ``dp_shard`` only, ``"ddp"`` replicates them; ``{"base": ..., "rules": {...}}`` adds rules for other axes;
-            the name of a ``.json`` file is a plan that was dumped.
+            the name of a ``.json`` file is a plan that was dumped. ``"auto"``, for the subcommand ``plan`` alone,
+            finds what rules would say.
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
@@ -113,6 +115,7 @@ class AutoParallelStrategy(SavingStrategy):
     """
 
     strategy_name = "autoparallel"
+    finds_plans = False
 
     def __init__(
         self,
@@ -151,6 +154,11 @@ class AutoParallelStrategy(SavingStrategy):
             hardware=hardware,
             reduce_every_micro_batch=reduce_every_micro_batch,
         )
+        if self.config.plan.base == AUTO and not self.finds_plans:
+            raise ConfigError(
+                "plan 'auto' is found before training, not by it: run `lightning-autoparallel plan ... --strategy.plan "
+                "auto --dump FOLDER`, and train with plan: FOLDER/training_step/plan.json"
+            )
         if hardware is not None:
             hardware_from(hardware)
         check_disabled(self.config.disabled_passes, all_passes())

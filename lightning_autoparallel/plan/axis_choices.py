@@ -1,0 +1,240 @@
+"""One axis of a graph as a ``Problem``: candidates of calls and placements of parameters, over equal blocks at once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.plan.axis_times import AxisTimes
+from lightning_autoparallel.plan.candidates import Candidate
+from lightning_autoparallel.plan.parameter_alternatives import FreeParameter
+from lightning_autoparallel.plan.problem import Choice, Overlap, Problem, Reader, Value
+from lightning_autoparallel.plan.solve import AxisProblem, Producer, may_leave, parameter_may_move, producer_of
+from lightning_autoparallel.plan.tied_blocks import Class, Part, Repeats, repeats
+from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """Who wants a value, before nodes that decide alike are one: ``never`` holds placements, not their numbers."""
+
+    reader: Class
+    wants: tuple[Placement, ...]
+    never: frozenset[tuple[Placement, Placement]]
+
+
+@dataclass
+class AxisChoices:
+    """The problem of an axis, and what its alternatives mean.
+
+    ``free`` are placeholders that ``axis.pins`` does not fix.
+    """
+
+    axis: AxisProblem
+    times: AxisTimes
+    free: Mapping[fx.Node, FreeParameter]
+    tied: bool = True
+    _candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
+    _derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
+
+    def __post_init__(self) -> None:
+        factors: dict[fx.Node, tuple[int, ...]] = {}
+        self._derived = set(self.axis.parameters)
+        for node in self._nodes:
+            arguments = self._arguments(node)
+            arriving = tuple(sorted({1, *(factor for source, _ in arguments for factor in factors[source])}))
+            if arguments and all(source in self._derived for source, _ in arguments):
+                self._derived.add(node)
+            self._candidates[node] = self._of(node, arriving)
+            factors[node] = _factors(self._candidates[node])
+
+    @cached_property
+    def _nodes(self) -> list[fx.Node]:
+        return [node for node in self.axis.graph.nodes if node.op != "output" and not fxn.is_getitem(node)]
+
+    def _arguments(self, node: fx.Node) -> list[Producer]:
+        return [producer_of(argument) for argument in fxn.tensor_arguments(node)] if node.op != "placeholder" else []
+
+    def _of(self, node: fx.Node, arriving: tuple[int, ...]) -> tuple[Candidate, ...]:
+        pin = self.axis.pins.get(node)
+        if node.op == "placeholder":
+            return self.free[node].candidates if pin is None else (_pinned(pin, 0),)
+        known = self.axis.table.of(node, arriving, self.axis.cut_already(node))
+        fitting = tuple(candidate for candidate in known if self.axis.fits(node, candidate))
+        if pin is None:
+            return fitting
+        return tuple(c for c in fitting if c.outputs == (pin,)) or (_pinned(pin, len(self._arguments(node))),)
+
+    @cached_property
+    def _repeats(self) -> Repeats:
+        names = {node: parameter.name for node, parameter in self.free.items()}
+        return repeats(self._nodes, names, self._signature, self.tied)
+
+    @property
+    def _classes(self) -> Mapping[fx.Node, Class]:
+        return self._repeats.classes
+
+    def _signature(self, node: fx.Node) -> Hashable:
+        shapes = tuple(None if value is None else (tuple(value.shape), value.dtype) for value in fxn.values(node))
+        ways = tuple((candidate.outputs, candidate.inputs) for candidate in self._candidates[node])
+        return str(node.target) if node.op != "placeholder" else "", shapes, ways, node in self._derived
+
+    @cached_property
+    def _numbers(self) -> dict[Class, int]:
+        """Of choices: those of nodes first, then those of values that may leave in several placements."""
+        return {each: number for number, each in enumerate(dict.fromkeys(self._classes.values()))}
+
+    def problem(self) -> Problem:
+        """All alternatives and moves."""
+        leaving = self._leaving()
+        numbers = dict(self._numbers)
+        for reading in (reading for readings in leaving.values() for reading in readings):
+            numbers.setdefault(reading.reader, len(numbers))
+        wants = {r.reader: len(r.wants) for readings in leaving.values() for r in readings}
+        own = [self._choice(each, nodes) for each, nodes in self._members().items()]
+        more = [Choice(name=str(each), times_us=(0.0,) * wants[each]) for each in list(numbers)[len(own) :]]
+        values = tuple(self._values(leaving, numbers))
+        return Problem(choices=(*own, *more), values=values, overlaps=tuple(self._overlaps()))
+
+    def chosen(self, taken: Sequence[int]) -> dict[fx.Node, Candidate]:
+        """What each call and placeholder does in a solution."""
+        return {node: self._candidates[node][taken[self._numbers[self._classes[node]]]] for node in self._nodes}
+
+    def _overlaps(self) -> Iterator[Overlap]:
+        """What parameters of a part of the model send while that part computes, forward and backward."""
+        parts = {part: [node for node in self._nodes if self._repeats.parts[node] == part] for part in self._parts()}
+        for part, nodes in parts.items():
+            for backward in (False, True):
+                sent: dict[int, tuple[float, ...]] = {}
+                computed: dict[int, tuple[float, ...]] = {}
+                for node in nodes:
+                    number = self._numbers[self._classes[node]]
+                    if node in self.free:
+                        parameter = self.free[node]
+                        _add(sent, number, parameter.reduced_us if backward else parameter.gathered_us)
+                    elif node.op != "placeholder" and fxn.is_backward(node) == backward:
+                        _add(computed, number, [self.times.of(node, c) for c in self._candidates[node]])
+                if sent:
+                    yield Overlap(
+                        name=f"{part} {'backward' if backward else 'forward'}", sent_us=sent, computed_us=computed
+                    )
+
+    def _parts(self) -> list[Part | None]:
+        return list(dict.fromkeys(self._repeats.parts.values()))
+
+    def taken_of(self, chosen: Mapping[fx.Node, Candidate]) -> tuple[int, ...]:
+        """The numbers of these alternatives; values that may leave in several placements do so as costs least."""
+        problem = self.problem()
+        taken = [0] * len(problem.choices)
+        for node, candidate in chosen.items():
+            taken[self._numbers[self._classes[node]]] = self._candidates[node].index(candidate)
+        for number in range(len(self._numbers), len(taken)):
+            ways = range(len(problem.choices[number].times_us))
+            taken[number] = min(ways, key=lambda k: problem.time_us([*taken[:number], k, *taken[number + 1 :]]))
+        return tuple(taken)
+
+    def _members(self) -> dict[Class, list[fx.Node]]:
+        found: dict[Class, list[fx.Node]] = defaultdict(list)
+        for node in self._nodes:
+            found[self._classes[node]].append(node)
+        return found
+
+    def _choice(self, each: Class, nodes: Sequence[fx.Node]) -> Choice:
+        count = len(self._candidates[nodes[0]])
+        times = [sum(self.times.of(node, self._candidates[node][k]) for node in nodes) for k in range(count)]
+        return Choice(name=nodes[0].name, times_us=tuple(times))
+
+    def _leaving(self) -> dict[Producer, list[_Reading]]:
+        """Outputs of the graph as readers: of parameters' gradients those parameters, of others one of their own."""
+        ends = {parameter.gradient: node for node, parameter in self.free.items() if parameter.gradient is not None}
+        found: dict[Producer, list[_Reading]] = defaultdict(list)
+        for position, (node, allowed) in enumerate(self.axis.sinks):
+            parameter = ends.get(node)
+            wants = allowed
+            reader: Class = ("output", position)
+            if parameter is not None:
+                reader, wants = self._classes[parameter], tuple(c.outputs[0] for c in self._candidates[parameter])  # type: ignore[misc]
+            producer = producer_of(node)
+            never = frozenset((s, t) for s in self._made(producer) for t in wants if not may_leave(s, t))
+            found[producer].append(_Reading(reader=reader, wants=tuple(wants), never=never))
+        return found
+
+    def _made(self, producer: Producer) -> list[Placement]:
+        node, index = producer
+        return [placement for c in self._candidates[node] if (placement := c.outputs[index]) is not None]
+
+    def _readings(self) -> dict[Producer, list[_Reading]]:
+        found: dict[Producer, list[_Reading]] = defaultdict(list)
+        for node in self._nodes:
+            for position, producer in enumerate(self._arguments(node)):
+                wants = tuple(candidate.inputs[position] for candidate in self._candidates[node])
+                never = frozenset(
+                    (s, t) for s in self._made(producer) for t in wants if not self._may_read(node, producer, s, t)
+                )
+                found[producer].append(_Reading(reader=self._classes[node], wants=wants, never=never))
+        return found
+
+    def _may_read(self, node: fx.Node, producer: Producer, made: Placement, wanted: Placement) -> bool:
+        if producer[0] in self._derived and not parameter_may_move(producer, made, wanted, self.axis.is_batch_axis):
+            return False
+        return not (node in self.axis.reduced_late and made.is_partial() and not wanted.is_partial())
+
+    def _values(self, leaving: Mapping[Producer, list[_Reading]], numbers: Mapping[Class, int]) -> list[Value]:
+        readings = self._readings()
+        for producer, more in leaving.items():
+            readings[producer].extend(more)
+        alike: Counter[Hashable] = Counter()
+        first: dict[Hashable, tuple[Producer, list[_Reading]]] = {}
+        for producer, readers in readings.items():
+            if not self._made(producer):
+                continue
+            node, index = producer
+            key = self._classes[node], index, self.axis.size_bytes(producer), frozenset(readers)
+            alike[key] += 1
+            first.setdefault(key, (producer, list(dict.fromkeys(readers))))
+        return [self._value(*first[key], count, numbers) for key, count in alike.items()]
+
+    def _value(
+        self, producer: Producer, readers: Sequence[_Reading], count: int, numbers: Mapping[Class, int]
+    ) -> Value:
+        node, index = producer
+        made = self._made(producer)
+        known = list(dict.fromkeys([*made, *(target for reader in readers for target in reader.wants)]))
+        number = {placement: i for i, placement in enumerate(known)}
+        size = self.axis.size_bytes(producer)
+        beside = self.times.beside(node, index)
+        moves = tuple(tuple(count * self.times.move(s, t, size, beside) for t in known) for s in known)
+        return Value(
+            name=f"{node.name}.{index}",
+            choice=numbers[self._classes[node]],
+            made=tuple(number[placement] for placement in made),
+            readers=tuple(
+                Reader(
+                    choice=numbers[reader.reader],
+                    wants=tuple(number[target] for target in reader.wants),
+                    never=frozenset((number[s], number[t]) for s, t in reader.never),
+                )
+                for reader in readers
+            ),
+            moves_us=moves,
+        )
+
+
+def _add(total: dict[int, tuple[float, ...]], number: int, more: Sequence[float]) -> None:
+    before = total.get(number, (0.0,) * len(more))
+    total[number] = tuple(a + b for a, b in zip(before, more, strict=True))
+
+
+def _pinned(placement: Placement, arguments: int) -> Candidate:
+    return Candidate(outputs=(placement,), inputs=(placement,) * arguments, time_us=0.0)
+
+
+def _factors(candidates: Sequence[Candidate]) -> tuple[int, ...]:
+    strided = {split_factor_of(p) for c in candidates for p in c.outputs if isinstance(p, StridedShard)}
+    return tuple(sorted({1, *strided}))

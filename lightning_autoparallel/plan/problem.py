@@ -1,0 +1,91 @@
+"""The planner's problem, as data: what is chosen, what a choice costs, and what moving values between choices costs.
+
+Of every ``Choice`` one alternative is taken. It costs its own time, and its values are moved: a value that is made in
+one placement and wanted in others is redistributed once into each of those, however many readers want it. What can be
+sent while something else computes costs only what that computing does not hide. The total is the sum over choices,
+values and overlaps, each of which may stand for several equal ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Calls, or parameters, that decide alike: ``times_us`` has one entry for each alternative, for all together."""
+
+    name: str
+    times_us: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Who wants a value: for each alternative of ``choice`` the number of the placement that it wants it in.
+
+    Pairs of placements (made, wanted) in ``never`` are ruled out for this reader, whatever the move costs.
+    """
+
+    choice: int
+    wants: tuple[int, ...]
+    never: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """What the alternatives of ``choice`` make, by the number of its placement, and who reads it.
+
+    ``moves_us[made][wanted]`` is what a redistribution takes, for all values together that this stands for; infinite
+    where nothing leads from one to the other.
+    """
+
+    name: str
+    choice: int
+    made: tuple[int, ...]
+    readers: tuple[Reader, ...]
+    moves_us: tuple[tuple[float, ...], ...]
+
+    def time_us(self, taken: Sequence[int]) -> float:
+        """Of its moves, where ``taken`` has the alternative of every choice."""
+        made = self.made[taken[self.choice]]
+        wanted = set()
+        for reader in self.readers:
+            target = reader.wants[taken[reader.choice]]
+            if (made, target) in reader.never:
+                return math.inf
+            wanted.add(target)
+        return sum(self.moves_us[made][target] for target in sorted(wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What is sent beside computing: a part of the step costs max(0, sum of ``sent_us`` - sum of ``computed_us``).
+
+    Both have, by number of a choice, one entry for each of its alternatives.
+    """
+
+    name: str
+    sent_us: Mapping[int, tuple[float, ...]]
+    computed_us: Mapping[int, tuple[float, ...]]
+
+    def time_us(self, taken: Sequence[int]) -> float:
+        """What is not hidden, where ``taken`` has the alternative of every choice."""
+        sent = sum(times[taken[choice]] for choice, times in self.sent_us.items())
+        return max(0.0, sent - sum(times[taken[choice]] for choice, times in self.computed_us.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Choices, and the values that go from one to another; numbers of choices are positions in ``choices``."""
+
+    choices: tuple[Choice, ...]
+    values: tuple[Value, ...]
+    overlaps: tuple[Overlap, ...] = ()
+
+    def time_us(self, taken: Sequence[int]) -> float:
+        """The total of one alternative for each choice; infinite where a value cannot get to a reader."""
+        own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
+        moved = sum(value.time_us(taken) for value in self.values)
+        return own + moved + sum(overlap.time_us(taken) for overlap in self.overlaps)

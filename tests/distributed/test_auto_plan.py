@@ -1,0 +1,89 @@
+"""A plan that was found for a world that is not there trains, from its file, as one device does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.strategy.fake_world import PlanningStrategy
+from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
+from tests.distributed.jobs import Net, assert_equals_one_device, train
+from tests.support.worlds import Worlds
+
+# Nothing has a latency, and memory is slow: even these small tensors are worth sharing out.
+SLOW = {
+    "base": "h100",
+    "memory_gb_per_s": 100.0,
+    "kernel_latency_us": 0.0,
+    "launch_latency_us": 0.0,
+    "intra_node": {"latency_us": 0.0},
+}
+
+
+class Attends(nn.Module):
+    """A block with attention over a few tokens."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Found(Net):
+    """Four equal blocks over six tokens, each made of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 16))
+        self.layers, self.head = nn.Sequential(*(Attends(16, 4) for _ in range(4))), nn.Linear(16, 3)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(self.layers(self.net(x)).mean(1)), y)
+
+
+def find(mesh: Mapping[str, int], folder: Path) -> PlanSpec:
+    """Plan for a world of as many ranks, and read what was written."""
+    size = math.prod(mesh.values())
+    strategy = PlanningStrategy(world_size=size, mesh=dict(mesh), plan="auto", hardware=SLOW, dump_dir=str(folder))
+    torch.manual_seed(0)
+    module = Found()
+    shards = size // mesh["tp"]
+    module.train_dataloader = lambda: module.loader(0, shards)  # type: ignore[method-assign]
+    run_planning(planning_trainer(strategy, {"max_epochs": 1}, Trainer), module, None)
+    return PlanSpec.parse(str(folder / "training_step" / "plan.json"))
+
+
+def fit(mesh: Mapping[str, int], file: str) -> Any:
+    class Planned(Found):
+        strategy: ClassVar[Mapping[str, Any]] = {"plan": file}
+
+    return train(Planned, mesh, math.prod(mesh.values()))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 2, "tp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.matrix)],
+    ids=lambda mesh: "x".join(mesh),
+)
+def test_what_is_found_trains_as_one_device(mesh: Mapping[str, int], worlds: Worlds, tmp_path: Path) -> None:
+    spec = find(mesh, tmp_path)
+    cut = [rule.key for rule in spec.rules if any(text != "R" for _, text in rule.placements)]
+    assert any("layers.*" in key for key in cut), spec.rules
+    ranks = math.prod(mesh.values())
+    assert_equals_one_device(worlds(ranks).run(fit, mesh, spec.file), train(Found, None))

@@ -1,0 +1,153 @@
+"""Placements that are found: never worse than those of rules, whole blocks at once or each for itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.plan import automatic, make_plan, plan_document, read_plan, restore_plan
+from lightning_autoparallel.plan.axis_choices import AxisChoices
+from lightning_autoparallel.plan.integer_programme import GAP, solve
+from lightning_autoparallel.plan.problem import Problem
+from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
+from tests.unit._graphs import captured
+
+# Nothing has a latency here, and memory is slow: small tensors are worth sharing out.
+SLOW = {
+    "base": "h100",
+    "memory_gb_per_s": 100.0,
+    "kernel_latency_us": 0.0,
+    "launch_latency_us": 0.0,
+    "intra_node": {"latency_us": 0.0},
+}
+MESH = {"dp_shard": 2, "tp": 2}
+MEGATRON = {"*.up.weight": {"tp": "S(0)"}, "*.up.bias": {"tp": "S(0)"}, "*.down.weight": {"tp": "S(1)"}}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int, width: int = 16, hidden: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(width, hidden) for _ in range(count)])
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def costs_of(mesh: Any, hardware: Mapping[str, Any] = SLOW) -> CostModel:
+    return CostModel(hardware=hardware_from(hardware), groups=mesh_groups(mesh, 8))
+
+
+def planned(
+    mesh: Any, graph: CapturedGraph, rules: Mapping[str, Any] | None = None, hardware: Mapping[str, Any] = SLOW
+) -> ShardingPlan:
+    spec = {"base": "auto", "rules": dict(rules or {})}
+    return make_plan(graph, spec, mesh, print, costs=costs_of(mesh, hardware))
+
+
+def time_of(plan: ShardingPlan) -> float:
+    """Milliseconds, as the note says."""
+    (note,) = plan.notes
+    return float(note.split()[4])
+
+
+def both_ways(choices: AxisChoices, taken: tuple[int, ...]) -> tuple[Problem, float, Problem, float]:
+    """The problem with blocks that decide alike and without, and what the same choices cost in either."""
+    problem = choices.problem()
+    unrolled = AxisChoices(choices.axis, choices.times, choices.free, tied=False)
+    each = unrolled.problem()
+    return problem, problem.time_us(taken), each, each.time_us(unrolled.taken_of(choices.chosen(taken)))
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_blocks_that_decide_alike_cost_what_they_cost_each_for_itself(count: int, fake_mesh, monkeypatch) -> None:
+    """The objective over tied blocks is that of the unrolled graph, where each node is a choice of its own."""
+    seen = []
+
+    class Looked(AxisChoices):
+        def chosen(self, taken: Any) -> Any:
+            seen.append(both_ways(AxisChoices(self.axis, self.times, self.free), tuple(taken)))
+            return super().chosen(taken)
+
+    monkeypatch.setattr(automatic, "AxisChoices", Looked)
+    planned(fake_mesh(**MESH), captured(Blocks(count), torch.randn(8, 4, 16), shards=2))
+    ((tied, time_us, unrolled, each_us),) = seen
+    assert (len(unrolled.choices) > len(tied.choices)) == (count == 5)
+    assert each_us == pytest.approx(time_us, rel=1e-9)
+    assert time_us > 0
+    assert solve(unrolled).time_us <= time_us * (1 + GAP)
+
+
+def test_what_is_found_is_no_worse_than_what_rules_say(fake_mesh) -> None:
+    mesh = fake_mesh(**MESH)
+    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2)
+    whole = {"*": {"tp": "R"}}
+    times = {name: time_of(planned(mesh, graph, rules)) for name, rules in {"R": whole, "tp": MEGATRON}.items()}
+    found = time_of(planned(mesh, graph))
+    assert found <= min(times.values()) * (1 + GAP) + 0.01, (found, times)
+
+
+def test_a_wide_perceptron_is_cut_as_megatron_does(fake_mesh) -> None:
+    """Few rows and large weights: hidden units are shared out, and one small sum is reduced."""
+    graph = captured(Blocks(1, width=256, hidden=4096), torch.randn(2, 1, 256), shards=2)
+    plan = planned(fake_mesh(**MESH), graph, hardware={**SLOW, "intra_node": {"bandwidth_gb_per_s": 10.0}})
+    on_tp = {name: placement_text(placements[1]) for name, placements in plan.parameters.items()}
+    assert on_tp["layers.0.up.weight"] == "S(0)"
+    assert on_tp["layers.0.down.weight"] == "S(1)"
+
+
+def test_latency_alone_leaves_everything_whole(fake_mesh) -> None:
+    graph = captured(Blocks(2), torch.randn(8, 4, 16), shards=2)
+    plan = planned(fake_mesh(**MESH), graph, hardware={"base": "h100"})
+    assert {placement_text(placements[1]) for placements in plan.parameters.values()} == {"R"}
+    assert plan.found is not None and [rule.key for rule in plan.found.rules] == ["*"]
+
+
+def test_rules_are_kept(fake_mesh) -> None:
+    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2)
+    plan = planned(fake_mesh(**MESH), graph, {"*.up.weight": {"tp": "S(1)"}})
+    ups = [placements[1] for name, placements in plan.parameters.items() if name.endswith("up.weight")]
+    assert {placement_text(placement) for placement in ups} == {"S(1)"}
+
+
+def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path) -> None:
+    mesh = fake_mesh(**MESH)
+    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2)
+    plan = planned(mesh, graph)
+    assert plan.found is not None
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_document(graph, plan, plan.found, mesh)))
+    spec = PlanSpec.parse(str(path))
+    assert spec.base == "fsdp"
+    again = restore_plan(read_plan(path), graph, spec, mesh)
+    assert (again.nodes, again.parameters, again.outputs) == (plan.nodes, plan.parameters, plan.outputs)
+    by_rules = make_plan(graph, replace(spec, file=None), mesh, print)
+    assert by_rules.parameters == plan.parameters, "the rules alone place parameters so, for other steps"
+
+
+def test_training_is_told_where_plans_are_found() -> None:
+    with pytest.raises(ConfigError, match=r"plan .auto. is found before training.*--dump FOLDER"):
+        AutoParallelStrategy(plan="auto")
