@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture import NoEffects, Watcher, flatten_batch
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec, check_is_found
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
@@ -110,6 +110,7 @@ def parallelize(
         bucket_mb=bucket_mb,
         decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
     )
+    check_is_found(config.plan)
     check_disabled(config.disabled_passes, all_passes())
     if compile:
         check_compiler(target.type)

@@ -41,7 +41,6 @@ class PlanningStrategy(AutoParallelStrategy):
     """
 
     strategy_name = "autoparallel_planning"
-    finds_plans = True
 
     def __init__(self, *, world_size: int, ranks_per_node: int = 8, inference: bool = False, **options: Any) -> None:
         # A plan is that of a whole step: what its Python does around modules is not known without running it.

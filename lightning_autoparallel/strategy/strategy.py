@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 from lightning_autoparallel.apply import rebind, shared_state, whole_state
 from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, state_bytes
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import AUTO, CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
+from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec, check_is_found
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
-from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import (
     A_TRAINER,
     LightningModule,
@@ -115,7 +114,6 @@ class AutoParallelStrategy(SavingStrategy):
     """
 
     strategy_name = "autoparallel"
-    finds_plans = False
 
     def __init__(
         self,
@@ -154,11 +152,6 @@ class AutoParallelStrategy(SavingStrategy):
             hardware=hardware,
             reduce_every_micro_batch=reduce_every_micro_batch,
         )
-        if self.config.plan.base == AUTO and not self.finds_plans:
-            raise ConfigError(
-                "plan 'auto' is found before training, not by it: run `lightning-autoparallel plan ... --strategy.plan "
-                "auto --dump FOLDER`, and train with plan: FOLDER/training_step/plan.json"
-            )
         if hardware is not None:
             hardware_from(hardware)
         check_disabled(self.config.disabled_passes, all_passes())
@@ -217,6 +210,10 @@ class AutoParallelStrategy(SavingStrategy):
         return {} if self._steps is None else dict(self._steps.modes)
 
     # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        check_is_found(self.config.plan)
+        super()._configure_launcher()
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh."""

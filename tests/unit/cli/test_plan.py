@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.models import Llama3Module
+from lightning_autoparallel.plan import read_plan
 
 RECIPE = {
     "strategy": {"mesh": {"dp_shard": -1}},
@@ -133,6 +134,17 @@ def test_hardware_changes_times_and_nothing_else(tmp_path, capsys):
 def test_graphs_are_dumped_where_asked(tmp_path, capsys):
     assert plan(tmp_path, "--world-size", "2", "--dump", "graphs") == 0
     assert "all_gather_into_tensor" in (tmp_path / "graphs/training_step/forward.py.txt").read_text()
+
+
+def test_a_plan_is_found_and_written(tmp_path, capsys):
+    options = ["--strategy.plan", "auto", "--strategy.mesh", "{dp_shard: 2, tp: 2}", "--dump", "found"]
+    assert plan(tmp_path, "--world-size", "4", *options) == 0
+    assert any(line.startswith("note: plan auto on tp: ") for line in shown(capsys))
+    document = read_plan(tmp_path / "found/training_step/plan.json")
+    assert (document["base"], document["mesh"]) == ("fsdp", {"dp_shard": 2, "tp": 2})
+    assert document["rules"]["*"] == {"tp": "R"}
+    file = str(tmp_path / "found/training_step/plan.json")
+    assert plan(tmp_path, "--world-size", "4", "--strategy.plan", file, *options[2:4]) == 0
 
 
 def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):

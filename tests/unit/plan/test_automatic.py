@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_autoparallel.config import PlanSpec
@@ -150,4 +151,4 @@ def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path) -> None:
 
 def test_training_is_told_where_plans_are_found() -> None:
     with pytest.raises(ConfigError, match=r"plan .auto. is found before training.*--dump FOLDER"):
-        AutoParallelStrategy(plan="auto")
+        Trainer(strategy=AutoParallelStrategy(plan="auto"), accelerator="cpu", devices=1, logger=False)
