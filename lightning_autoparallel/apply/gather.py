@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def mapped_state(convert: Callable[[Any], Any], state: Any) -> Any:
     """``state`` with its leaves converted; state dicts keep the modules' versions, by which they are read."""
     mapped = tree_map(convert, state)
     for key, value in state.items() if isinstance(state, dict) else ():
-        if hasattr(value, "_metadata"):
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             mapped[key]._metadata = value._metadata
     return mapped
 

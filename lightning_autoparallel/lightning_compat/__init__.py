@@ -107,7 +107,12 @@ def weights_only_of_run() -> bool | None:
 
 
 def gets_checkpoints(module: LightningModule, hook: Literal["on_load_checkpoint", "on_save_checkpoint"]) -> bool:
-    """Whether a hook of the module or of a callback is given checkpoints, of which it may keep or change parts."""
+    """Whether a hook of the module or of a callback is given checkpoints, of which it may keep or change parts.
+
+    That of a module without a Trainer may be, whose callbacks are not known.
+    """
+    if module._trainer is None:
+        return True
     callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
     hooks: list[tuple[Any, Any]] = [(getattr(module, hook), getattr(LightningModule, hook))]
     hooks += [(getattr(callback, hook), getattr(Callback, hook)) for callback in callbacks]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from lightning_autoparallel.cost.fusion import CallKind, call_kind, graph_traffi
 from lightning_autoparallel.cost.placement import redistribution_kind
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import is_shard
+from lightning_autoparallel.fx.placements import dim_of, is_shard
 from lightning_autoparallel.plan.candidates import Candidate
 
 aten = torch.ops.aten
@@ -27,10 +27,10 @@ Cuts = Callable[[fx.Node], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Microseconds of the products that make a value, and of those that read it."""
+    """Microseconds of the products that make a value, and by dim of it of those that read it and keep that dim."""
 
     making_us: float = 0.0
-    reading_us: float = 0.0
+    reading_us: Mapping[int, float] = field(default_factory=dict)
 
 
 NOTHING = Beside()
@@ -63,7 +63,8 @@ class AxisTimes:
     def move(self, source: Placement, target: Placement, size_bytes: int, beside: Beside = NOTHING) -> float:
         """Microseconds of redistributing a value that has ``size_bytes`` over all ranks of the axis.
 
-        A gather before products, or a scatter after one, may be sent in parts ``beside`` them.
+        A gather before products, or a scatter after one, may be sent in parts ``beside`` them: of a dim that they do
+        not add up over.
         """
         kind = redistribution_kind(source, target)
         if kind is None:
@@ -75,7 +76,11 @@ class AxisTimes:
             return max(moving_us, self._hardware.kernel_latency_us)
         sent = size_bytes // self._size if kind == "all_to_all" else size_bytes
         time_us = collective_time_us(kind, sent, self._group, self._hardware)
-        products_us = {"all_gather": beside.reading_us, "reduce_scatter": beside.making_us}.get(kind, 0.0)
+        products_us = 0.0
+        if kind == "all_gather":
+            products_us = beside.reading_us.get(dim_of(source), 0.0)
+        elif kind == "reduce_scatter":
+            products_us = beside.making_us
         return min(time_us, self._in_parts_us(sent, products_us)) if products_us else time_us
 
     def _in_parts_us(self, size_bytes: int, products_us: float) -> float:
@@ -89,10 +94,11 @@ class AxisTimes:
         return max(0.0, (self._size - 1) * part_us - products_us) + 2 * part_us
 
     def beside(self, node: fx.Node, index: int) -> Beside:
-        """The products that make and that read an output of ``node``, views between them apart."""
-        return Beside(
-            making_us=sum(map(self._least, _making(node))), reading_us=sum(map(self._least, _reading(node, index)))
-        )
+        """The products that make and that read an output of ``node``."""
+        value = fxn.values(node)[index]
+        dims = range(0 if value is None else value.dim())
+        reading = {dim: sum(map(self._least, _reading(node, dim))) for dim in dims}
+        return Beside(making_us=self._least(node) if node.target in _PRODUCTS else 0.0, reading_us=reading)
 
     def _least(self, product: fx.Node) -> float:
         """Of a product that every rank does its part of."""
@@ -100,21 +106,19 @@ class AxisTimes:
         return share_time_us(product, self._kinds[product], self._traffic[product] / parts, 1 / parts, self._hardware)
 
 
-def _making(node: fx.Node) -> list[fx.Node]:
-    while node.target in fxn.VIEWS:
-        node = node.all_input_nodes[0]
-    return [node] if node.target in _PRODUCTS else []
+def _reading(node: fx.Node, dim: int) -> list[fx.Node]:
+    """The products with ``node`` whose results have its ``dim``."""
+    return [user for user in node.users if user.target in _PRODUCTS and _keeps(user, node, dim)]
 
 
-def _reading(node: fx.Node, index: int) -> list[fx.Node]:
-    readers = [user for user in node.users if not fxn.is_getitem(user) or user.args[1] == index]
-    found = []
-    for reader in readers:
-        if fxn.is_getitem(reader) or reader.target in fxn.VIEWS:
-            found += _reading(reader, 0)
-        elif reader.target in _PRODUCTS:
-            found.append(reader)
-    return found
+def _keeps(product: fx.Node, operand: fx.Node, dim: int) -> bool:
+    if product.target is aten.einsum.default:
+        terms, _, result = str(product.args[0]).replace(" ", "").partition("->")
+        letters = terms.split(",")[list(product.args[1]).index(operand)]  # type: ignore[arg-type]
+        return letters[dim] in result
+    first, second = [argument for argument in product.args if isinstance(argument, fx.Node)][-2:]
+    rank = len(second.meta["val"].shape)
+    return (operand is first and dim != rank - 1) or (operand is second and dim != rank - 2)
 
 
 def _kind(node: fx.Node) -> CallKind:

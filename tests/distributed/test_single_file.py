@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lightning_autoparallel.errors import AutoParallelError
@@ -233,3 +234,19 @@ def test_what_does_not_fit(worlds: Worlds, tmp_path: Path) -> None:
     for text in worlds(2).run(error_of, MESH, folder, None, 8):
         said = text.replace("rank 0 has failed: ", "")  # which the others are told
         assert said == f"CheckpointError: {folder} is a folder, not a file: remove it or choose another name"
+
+
+def saves_hyperparameters(path: str) -> None:
+    """With a container of omegaconf, which has metadata of its own."""
+    module, trainer, _ = start(MESH, 1, True)
+    module.save_hyperparameters(OmegaConf.create({"rate": 0.5, "sizes": [1, 2]}))
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+
+
+def test_containers_of_omegaconf(worlds: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "file.ckpt")
+    worlds(2).run(saves_hyperparameters, path)
+    found = torch.load(path, weights_only=False)["hyper_parameters"]
+    assert found == {"rate": 0.5, "sizes": [1, 2]}
+    assert isinstance(found, DictConfig)

@@ -61,6 +61,10 @@ def test_callbacks(callback: Callback, expected: bool) -> None:
     assert gets(Plain(), callback) is expected
 
 
+def test_a_module_without_a_trainer() -> None:
+    assert gets_checkpoints(Plain(), "on_save_checkpoint"), "nothing is known of callbacks"
+
+
 class HookedAtSaving(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 

@@ -77,9 +77,10 @@ def test_what_is_sent_beside_a_product_costs_what_that_does_not_hide() -> None:
     """A gather of 4 MB in 3 parts of 1 MB, 10 us each, beside a product of 20 us over four ranks: 5 us hide 5."""
     graph = product(1000, 1000, 1000)
     beside = times(graph).beside(graph.find_nodes(op="placeholder")[0], 0)
-    assert beside.reading_us == pytest.approx(5.0)
+    assert beside.reading_us == {0: pytest.approx(5.0), 1: 0.0}, "it adds up over dim 1"
     assert beside.making_us == 0.0
     few = times(graph, intra_node={"bandwidth_gb_per_s": 1000.0, "latency_us": 0.0})
     assert few.move(Shard(0), R, 4 * 10**6, beside) == pytest.approx(min(3.0, max(0.0, 3.0 - 5.0) + 2 * 1.0))
+    assert few.move(Shard(1), R, 4 * 10**6, beside) == pytest.approx(3.0)
     over_gloo = times(graph, backend="gloo", intra_node={"bandwidth_gb_per_s": 1000.0, "latency_us": 0.0})
     assert over_gloo.move(Shard(0), R, 4 * 10**6, beside) == pytest.approx(3.0)
