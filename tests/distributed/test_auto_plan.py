@@ -16,16 +16,8 @@ from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
 from tests.distributed.jobs import Net, assert_equals_one_device, train
+from tests.support.slow_memory import SLOW_MEMORY
 from tests.support.worlds import Worlds
-
-# Nothing has a latency, and memory is slow: even these small tensors are worth sharing out.
-SLOW = {
-    "base": "h100",
-    "memory_gb_per_s": 100.0,
-    "kernel_latency_us": 0.0,
-    "launch_latency_us": 0.0,
-    "intra_node": {"latency_us": 0.0},
-}
 
 
 class Attends(nn.Module):
@@ -60,7 +52,9 @@ class Found(Net):
 def find(mesh: Mapping[str, int], folder: Path) -> PlanSpec:
     """Plan for a world of as many ranks, and read what was written."""
     size = math.prod(mesh.values())
-    strategy = PlanningStrategy(world_size=size, mesh=dict(mesh), plan="auto", hardware=SLOW, dump_dir=str(folder))
+    strategy = PlanningStrategy(
+        world_size=size, mesh=dict(mesh), plan="auto", hardware=dict(SLOW_MEMORY), dump_dir=str(folder)
+    )
     torch.manual_seed(0)
     module = Found()
     shards = size // mesh["tp"]

@@ -22,16 +22,9 @@ from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.problem import Problem
 from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
+from tests.support.slow_memory import SLOW_MEMORY
 from tests.unit._graphs import captured
 
-# Nothing has a latency here, and memory is slow: small tensors are worth sharing out.
-SLOW = {
-    "base": "h100",
-    "memory_gb_per_s": 100.0,
-    "kernel_latency_us": 0.0,
-    "launch_latency_us": 0.0,
-    "intra_node": {"latency_us": 0.0},
-}
 MESH = {"dp_shard": 2, "tp": 2}
 MEGATRON = {"*.up.weight": {"tp": "S(0)"}, "*.up.bias": {"tp": "S(0)"}, "*.down.weight": {"tp": "S(1)"}}
 
@@ -58,12 +51,12 @@ class Blocks(nn.Module):
         return self.head(x).square().mean()
 
 
-def costs_of(mesh: Any, hardware: Mapping[str, Any] = SLOW) -> CostModel:
+def costs_of(mesh: Any, hardware: Mapping[str, Any] = SLOW_MEMORY) -> CostModel:
     return CostModel(hardware=hardware_from(hardware), groups=mesh_groups(mesh, 8))
 
 
 def planned(
-    mesh: Any, graph: CapturedGraph, rules: Mapping[str, Any] | None = None, hardware: Mapping[str, Any] = SLOW
+    mesh: Any, graph: CapturedGraph, rules: Mapping[str, Any] | None = None, hardware: Mapping[str, Any] = SLOW_MEMORY
 ) -> ShardingPlan:
     spec = {"base": "auto", "rules": dict(rules or {})}
     return make_plan(graph, spec, mesh, print, costs=costs_of(mesh, hardware))
@@ -114,7 +107,7 @@ def test_what_is_found_is_no_worse_than_what_rules_say(fake_mesh) -> None:
 def test_a_wide_perceptron_is_cut_as_megatron_does(fake_mesh) -> None:
     """Few rows and large weights: hidden units are shared out, and one small sum is reduced."""
     graph = captured(Blocks(1, width=256, hidden=4096), torch.randn(2, 1, 256), shards=2)
-    plan = planned(fake_mesh(**MESH), graph, hardware={**SLOW, "intra_node": {"bandwidth_gb_per_s": 10.0}})
+    plan = planned(fake_mesh(**MESH), graph, hardware={**SLOW_MEMORY, "intra_node": {"bandwidth_gb_per_s": 10.0}})
     on_tp = {name: placement_text(placements[1]) for name, placements in plan.parameters.items()}
     assert on_tp["layers.0.up.weight"] == "S(0)"
     assert on_tp["layers.0.down.weight"] == "S(1)"
