@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, StepSample
 from lightning_autoparallel.cost.collective import hops, moved_share
 
+Row = tuple[float, float, float]  # (x, y, t) of t = a * x + b * y
+
 _TINY = 1e-9
+_DISTURBED = 1.5  # times as long as others say
+_AGREEING = 0.25  # of the squares that were left with it
 _OF_LATENCY = 3.0  # a kernel that takes so many times the shortest one tells of a rate
 
 
@@ -39,10 +43,9 @@ def link_rates(samples: Sequence[CollectiveSample], launch_us: float) -> tuple[f
     """(GB/s, latency in us of a hop) of one kind of collective, all its samples of groups of one sort of link.
 
     A sample's time is ``launch + hops * latency + moved / bandwidth``, as ``cost.collective`` has it. The two numbers
-    are those of least squares of relative errors, neither below 0.
+    are those of least squares of relative errors, neither below 0, without one sample that something else disturbed.
     """
-    rows = [_row(sample, launch_us) for sample in samples]
-    latency_us, us_per_byte = least_relative_squares(rows)
+    latency_us, us_per_byte = least_relative_squares(undisturbed([_row(sample, launch_us) for sample in samples]))
     return 1e-3 / max(us_per_byte, _TINY), latency_us
 
 
@@ -61,7 +64,7 @@ def _moved(sample: CollectiveSample) -> float:
     return moved_share(sample.kind, sample.group.ranks)
 
 
-def least_relative_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def least_relative_squares(rows: Sequence[Row]) -> tuple[float, float]:
     """The ``(a, b)``, 0 or more, with the least sum of ``((a * x + b * y - t) / t) ** 2`` over rows ``(x, y, t)``."""
     scaled = [(x / t, y / t) for x, y, t in rows]
     xx, yy = sum(x * x for x, _ in scaled), sum(y * y for _, y in scaled)
@@ -76,6 +79,27 @@ def least_relative_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[
     by_x = sum((alone_x * x - 1) ** 2 for x, _ in scaled)
     by_y = sum((alone_y * y - 1) ** 2 for _, y in scaled)
     return (alone_x, 0.0) if by_x <= by_y else (0.0, alone_y)
+
+
+def undisturbed(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` without the one that took longer than all others say, if there is one: they agree without it.
+
+    Three rows must be left, of which two cannot agree by chance.
+    """
+    rows = list(rows)
+    if len(rows) < 4:
+        return rows
+    without = [rows[:i] + rows[i + 1 :] for i in range(len(rows))]
+    least = min(range(len(rows)), key=lambda i: _squares(without[i]))
+    latency, rate = least_relative_squares(without[least])
+    x, y, taken = rows[least]
+    agree = _squares(without[least]) < _AGREEING * _squares(rows)
+    return without[least] if agree and taken > _DISTURBED * (latency * x + rate * y) else rows
+
+
+def _squares(rows: Sequence[Row]) -> float:
+    a, b = least_relative_squares(rows)
+    return sum(((a * x + b * y) / t - 1) ** 2 for x, y, t in rows)
 
 
 def step_rates(samples: Sequence[StepSample]) -> tuple[float, float]:

@@ -10,7 +10,13 @@ import torch
 import yaml
 
 from lightning_autoparallel.cli.calibrate import run_calibrate
-from lightning_autoparallel.cli.calibrate.fit import least_relative_squares, link_rates, overlap_share, step_rates
+from lightning_autoparallel.cli.calibrate.fit import (
+    least_relative_squares,
+    link_rates,
+    overlap_share,
+    step_rates,
+    undisturbed,
+)
 from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread, with_steps
 from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
@@ -98,6 +104,21 @@ def test_a_dtype_that_was_not_measured_has_no_rate():
     rates = rates_of(samples_of(TRUE, GroupShape(ranks=2)), "cpu", "mine", memory_bytes=1, ranks_per_node=2)
     with pytest.raises(ConfigError, match="no peak for matrix products in float16"):
         hardware_from(rates).peak_of(torch.float16)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_one_disturbed_sample_changes_nothing(place):
+    group = GroupShape(ranks=2)
+    samples = [sample for sample in collectives(TRUE, group) if sample.kind == "all_gather"]
+    expected = link_rates(samples, TRUE.launch_latency_us)
+    samples[place] = replace(samples[place], time_us=5 * samples[place].time_us)
+    assert link_rates(samples, TRUE.launch_latency_us) == pytest.approx(expected, rel=1e-6)
+
+
+def test_samples_that_only_scatter_are_all_kept():
+    rows = [(1.0, float(y), (2.0 + 3.0 * y) * noise) for y, noise in ((1, 1.1), (10, 0.9), (100, 1.15), (1000, 0.92))]
+    assert undisturbed(rows) == rows
+    assert undisturbed(rows[:3]) == rows[:3]
 
 
 def test_no_number_is_below_zero():
