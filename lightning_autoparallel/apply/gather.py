@@ -43,9 +43,17 @@ def whole_on_host(value: Any) -> Any:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
 
 
-def gathered(state: Any) -> Any:
-    """``state`` with whole tensors on the host in the place of shards; every rank calls it with the same shards."""
-    return mapped_state(lambda leaf: whole_on_host(leaf) if isinstance(leaf, DTensor) else leaf, state)
+def gathered(state: Any, keep: bool = True) -> Any:
+    """``state`` with whole tensors on the host in the place of shards; every rank calls it with the same shards.
+
+    One that does not ``keep`` them gets none.
+    """
+
+    def whole(leaf: Any) -> Any:
+        found = whole_on_host(leaf) if isinstance(leaf, DTensor) else leaf
+        return found if keep or not isinstance(leaf, DTensor) else None
+
+    return mapped_state(whole, state)
 
 
 def mapped_state(convert: Callable[[Any], Any], state: Any) -> Any:

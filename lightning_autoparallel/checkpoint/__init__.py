@@ -19,6 +19,7 @@ from lightning_autoparallel.checkpoint.single import (
     full_optimizer_state,
     load_full_model_state,
     load_full_optimizer_state,
+    on_host,
 )
 from lightning_autoparallel.checkpoint.single_file import read_file, write_file
 from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, state_bytes
@@ -53,6 +54,7 @@ __all__ = [
     "load_sharded_optimizers",
     "load_weights",
     "model_state",
+    "on_host",
     "optimizer_state",
     "own_checkpoint",
     "put_back_in",

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
@@ -75,5 +75,10 @@ def copied_but(made: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
     """The same where there are no shards; tensors ``made`` for it, which nobody else has, are in it themselves."""
     own = {id(tensor): tensor for tensor in made}
     others = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and id(leaf) not in own]
-    copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in others}
+    copies = {id(tensor): _copy(tensor) for tensor in others}
     return copy.deepcopy(state, {**own, **copies})
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+    return nn.Parameter(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

@@ -47,11 +47,14 @@ class ShardsOfRanks:
         self._shapes: list[torch.Size] = []
         self._places: list[_Place | None] = []
         self._ranks: list[tuple[int, ...]] = []  # that have the tensor at all
-        self._numbers: dict[Any, LaterTensor] = {}
+        self._made: dict[Any, LaterTensor] = {}
         self._senders: list[dict[int, _Place]] = []
 
     def taken_out_of(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """``checkpoint`` with whole tensors on the host, those that come out of shards when they are written."""
+        """``checkpoint`` with whole tensors in the place of shards: they are made when they are written.
+
+        Shards of which parts are interleaved are made whole at once.
+        """
         taken: dict[str, Any] = mapped_state(self._taken, dict(checkpoint))
         return taken
 
@@ -74,14 +77,17 @@ class ShardsOfRanks:
         first_rank_runs(partial(self._write_and_end, write), self._group)
 
     def _agree_on_senders(self) -> None:
+        kinds = [(tuple(shape), str(local.dtype)) for shape, local in zip(self._shapes, self._local, strict=True)]
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._places, self._group)
-        if len({len(places) for places in everyone}) > 1:
+        dist.all_gather_object(everyone, (kinds, self._places), self._group)
+        if any(theirs != everyone[0][0] for theirs, _ in everyone):
             raise CheckpointError(
-                "no checkpoint is saved: ranks have put other numbers of sharded tensors into it, by rank "
-                f"{[len(places) for places in everyone]}: what callbacks and modules add must be the same on all ranks"
+                "no checkpoint is saved: ranks have put other sharded tensors into it, by rank "
+                f"{[len(theirs) for theirs, _ in everyone]}, or of other shapes: what callbacks and modules add must "
+                "be the same on all ranks"
             )
-        self._senders = [self._chosen(number, everyone) for number in range(len(self._local))]
+        places = [theirs for _, theirs in everyone]
+        self._senders = [self._chosen(number, places) for number in range(len(self._local))]
 
     def _serve(self) -> None:
         wanted = torch.empty((), dtype=torch.int64)
@@ -99,15 +105,14 @@ class ShardsOfRanks:
             dist.broadcast(torch.tensor(_NOTHING_MORE), 0, self._group)
 
     def _taken(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, DTensor):
             return leaf
-        if not isinstance(leaf, DTensor) or not _is_plain(leaf):
+        if not _is_plain(leaf):
             return whole_on_host(leaf)
-        key = (leaf.to_local().untyped_storage()._cdata, leaf.shape, leaf.placements, leaf.to_local().storage_offset())
-        if key not in self._numbers:
-            self._numbers[key] = LaterTensor(leaf.shape, leaf.dtype, partial(self._whole, len(self._local)))
-            self._add(leaf)
-        return self._numbers[key]
+        # Each has a number of its own on every rank, also those that are one tensor: a rank cannot tell for others.
+        made = LaterTensor(leaf.shape, leaf.dtype, partial(self._whole, len(self._local)))
+        self._add(leaf)
+        return self._made.setdefault(_identity(leaf), made)
 
     def _add(self, tensor: DTensor) -> None:
         mesh = tensor.device_mesh
@@ -143,6 +148,15 @@ class ShardsOfRanks:
         part = torch.empty(place.sizes, dtype=dtype)
         dist.recv(_bytes(part), rank, self._group)
         return part
+
+
+def _identity(tensor: DTensor) -> Any:
+    """Equal for tensors that are one, as tied weights are; a rank without any part of a tensor knows nothing of it."""
+    local = tensor.to_local()
+    if not local.numel():
+        return object()
+    geometry = (local.storage_offset(), local.shape, local.stride(), local.dtype)
+    return local.untyped_storage()._cdata, geometry, tensor.shape, tensor.placements, tensor.device_mesh
 
 
 def _is_plain(tensor: DTensor) -> bool:

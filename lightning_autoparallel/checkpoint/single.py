@@ -25,7 +25,7 @@ def full_model_state(module: nn.Module, keep: bool, made: list[Tensor] | None = 
     """
     state = module.state_dict()
     whole = OrderedDict(_gathered(state, keep, made))
-    if keep:  # with the modules' versions, which say how old files are to be read
+    if keep:
         whole._metadata = state._metadata  # type: ignore[attr-defined]
     return whole
 
@@ -35,6 +35,20 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """``optimizer.state_dict()``, which numbers parameters, with whole tensors on the CPU; as ``full_model_state``."""
     return _gathered(optimizer.state_dict(), keep, made)
+
+
+def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with its plain tensors on the CPU; shards stay where they are."""
+    found = tree_map(lambda leaf: leaf.detach().cpu() if _is_elsewhere(leaf) else leaf, dict(state))
+    if not hasattr(state, "_metadata"):
+        return dict(found)
+    ordered = OrderedDict(found)  # with the modules' versions, which say how old files are to be read
+    ordered._metadata = state._metadata  # type: ignore[attr-defined]
+    return ordered
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "cpu"
 
 
 def _gathered(state: Mapping[str, Any], keep: bool, made: list[Tensor] | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Type checkers see those of ``lightning.pytorch``; ``pytorch_lightning`` has the 
 public name here. The command line is in ``lightning_compat.cli``.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -131,28 +132,31 @@ def restore_modules_and_callbacks(trainer: Trainer) -> None:
     trainer._checkpoint_connector._restore_modules_and_callbacks(given["ckpt_path"])
 
 
+_SAVE_CODE = inspect.unwrap(Trainer.save_checkpoint).__code__  # Lightning's own: an override may look at what it dumps
+
+
 def is_saved_by_trainer() -> bool:
     """Whether what is asked for now is given to the strategy's ``save_checkpoint`` next, but for hooks."""
-    return _arguments_of(Trainer.save_checkpoint, "filepath") is not None
+    return _caller(lambda frame: frame.f_code is _SAVE_CODE) is not None
 
 
 def _arguments_of_run() -> dict[str, Any] | None:
-    """What the run of a Trainer was given; None outside of a run."""
-    return _arguments_of(Trainer._run, "ckpt_path")
-
-
-def _arguments_of(method: Callable[..., Any], argument: str) -> dict[str, Any] | None:
-    """What a Trainer's method that runs now was given, whoever has wrapped it; ``argument`` is one of its own."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not _runs(frame, method.__name__, argument):
-        frame = frame.f_back
+    """What the run of a Trainer was given, whoever has wrapped its method; None outside of a run."""
+    frame = _caller(_is_run)
     return None if frame is None else frame.f_locals
 
 
-def _runs(frame: FrameType, method: str, argument: str) -> bool:
-    if frame.f_code.co_name != method:
+def _is_run(frame: FrameType) -> bool:
+    if frame.f_code.co_name != Trainer._run.__name__:
         return False
-    return isinstance(frame.f_locals.get("self"), Trainer) and argument in frame.f_locals
+    return isinstance(frame.f_locals.get("self"), Trainer) and "ckpt_path" in frame.f_locals
+
+
+def _caller(is_wanted: Callable[[FrameType], bool]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_wanted(frame):
+        frame = frame.f_back
+    return frame
 
 
 def injected_samplers() -> tuple[type, ...]:

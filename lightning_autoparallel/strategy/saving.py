@@ -29,6 +29,7 @@ from lightning_autoparallel.checkpoint import (
     load_sharded_model,
     load_sharded_optimizers,
     model_state,
+    on_host,
     optimizer_state,
     read_file,
     save_folder,
@@ -79,6 +80,7 @@ class SavingStrategy(WorldStrategy):
         self._writer = BackgroundWriter(timeout) if async_save else None
         self._as_folder: bool | None = None  # what the last checkpoint was
         self._made: list[Tensor] = []  # for the next file, by gathering
+        self._stays_in_shards = False  # what goes into the next file
 
     def __getstate__(self) -> dict[str, Any]:
         """As that of ``WorldStrategy``."""
@@ -107,8 +109,9 @@ class SavingStrategy(WorldStrategy):
         self._come_together()
         if self._choose_kind():
             return model_state(self.lightning_module)
+        self._stays_in_shards = self._nobody_looks()
         if self._stays_in_shards:
-            return self.lightning_module.state_dict()
+            return on_host(self.lightning_module.state_dict())
         self._made.clear()
         return full_model_state(self.lightning_module, keep=self.is_global_zero, made=self._made_here)
 
@@ -117,15 +120,15 @@ class SavingStrategy(WorldStrategy):
         assert self.lightning_module is not None
         if self._choose_kind() if self._as_folder is None else self._as_folder:
             return optimizer_state(self.lightning_module, optimizer)
-        if self._stays_in_shards:
-            return dict(optimizer.state_dict())
+        if self._stays_in_shards and is_saved_by_trainer():
+            return on_host(optimizer.state_dict())
         return full_optimizer_state(optimizer, keep=self.is_global_zero, made=self._made_here)
 
-    @property
-    def _stays_in_shards(self) -> bool:
-        """Whether nobody sees a file's tensors before ``save_checkpoint``, which gathers one after another."""
+    def _nobody_looks(self) -> bool:
+        """Whether on no rank anybody sees a file's tensors before ``save_checkpoint``, which gathers them singly."""
         assert self.lightning_module is not None
-        return is_saved_by_trainer() and not gets_checkpoints(self.lightning_module, "on_save_checkpoint")
+        looks = not is_saved_by_trainer() or gets_checkpoints(self.lightning_module, "on_save_checkpoint")
+        return not (looks if self._control is None else any(self._control.any([looks])))
 
     @property
     def _made_here(self) -> list[Tensor] | None:
@@ -192,8 +195,8 @@ class SavingStrategy(WorldStrategy):
             whole, shards = self._in_parts({**checkpoint, RANDOM_STATE: random_state}, made)
             write = partial(shards.written_by, partial(self._write_file, whole, path, None))
         else:  # callbacks may have put shards of their own there
-            whole = {**gathered(checkpoint), RANDOM_STATE: random_state}
-            whole = whole if self._writer is None else copied_but(made, whole)
+            whole = {**gathered(checkpoint, keep=self.is_global_zero), RANDOM_STATE: random_state}
+            whole = whole if self._writer is None or not self.is_global_zero else copied_but(made, whole)
             write = partial(first_rank_runs, partial(self._write_file, whole, path, storage_options), group)
         write() if self._writer is None else self._writer.submit(write)
 
