@@ -25,17 +25,28 @@ class EvaluationBatches(Sampler[list[int]]):
         rows: of one rank's batch.
         drop_last: whether what does not fill a batch is left out.
         pads: asked when batches are made.
+        repeated: told, when they are read, how many rows two ranks hold.
     """
 
-    def __init__(self, sampler: DistributedSampler[Any], rows: int, drop_last: bool, pads: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        sampler: DistributedSampler[Any],
+        rows: int,
+        drop_last: bool,
+        pads: Callable[[], bool],
+        repeated: Callable[[int], None] = lambda rows: None,
+    ) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, rows, drop_last
-        self._pads = pads
+        self._pads, self._repeated = pads, repeated
 
     def __len__(self) -> int:
         return self._full + len(self._last(range(self._full * self._global_rows, len(self._whole()))))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(self._whole())
+        rest = len(order) % self._global_rows
+        if self._pads() and not self.drop_last and (filled := -rest % self.sampler.num_replicas):
+            self._repeated(filled)
         stops = range(self._global_rows, self._full * self._global_rows + 1, self._global_rows)
         full = (self._own(order[stop - self._global_rows : stop]) for stop in stops)
         return itertools.chain(full, self._last(order[self._full * self._global_rows :]))
@@ -108,15 +119,18 @@ class _Items(Sampler[int]):
         return (index for (index,) in self.batches)
 
 
-def share_out_evenly(loader: DataLoader[Any], pads: Callable[[], bool]) -> None:
+def share_out_evenly(loader: DataLoader[Any], pads: Callable[[], bool], repeated: Callable[[int], None]) -> None:
     """Let a loader that Lightning shares out over ranks hand out each row once.
 
-    Loaders with samplers or batch samplers of the user's own that keep rows to ranks are left as they are.
+    Loaders with samplers or batch samplers of the user's own that keep rows to ranks are left as they are. ``repeated``
+    is told how many rows two ranks will hold, if any.
     """
     batch_sampler = loader.batch_sampler
     keeps_indices = isinstance(batch_sampler, batch_samplers_that_keep_indices())
     inner = batch_sampler._batch_sampler if keeps_indices else batch_sampler  # type: ignore[union-attr]
     if inner is not None and type(inner) is not BatchSampler:
+        if filled := _filled(getattr(inner, "sampler", None)):
+            repeated(filled)
         return
     sampler = loader.sampler if inner is None else inner.sampler
     if not isinstance(sampler, DistributedSampler) or type(sampler) not in injected_samplers():
@@ -125,13 +139,20 @@ def share_out_evenly(loader: DataLoader[Any], pads: Callable[[], bool]) -> None:
         return
     if inner is None:
         # a DataLoader lets nobody set its samplers; made again, it would lose what else it holds
-        vars(loader)["sampler"] = _Items(EvaluationBatches(sampler, 1, False, pads))
+        vars(loader)["sampler"] = _Items(EvaluationBatches(sampler, 1, False, pads, repeated))
         return
-    batches = EvaluationBatches(sampler, inner.batch_size, inner.drop_last, pads)
+    batches = EvaluationBatches(sampler, inner.batch_size, inner.drop_last, pads, repeated)
     if keeps_indices:
         batch_sampler._batch_sampler = batches  # type: ignore[union-attr]
     else:
         vars(loader)["batch_sampler"] = batches
+
+
+def _filled(sampler: Any) -> int:
+    """How many rows a sampler repeats so that all ranks have as many."""
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return 0
+    return max(0, sampler.num_samples * sampler.num_replicas - len(sampler.dataset))  # type: ignore[arg-type]
 
 
 def batches_of(loader: Any) -> EvaluationBatches | None:

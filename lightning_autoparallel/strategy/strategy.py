@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -314,7 +315,7 @@ class AutoParallelStrategy(SavingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if isinstance(dataloader, DataLoader) and not trainer.training:
-            share_out_evenly(dataloader, lambda: every_rank_needs_its_own(trainer))
+            share_out_evenly(dataloader, lambda: every_rank_needs_its_own(trainer), partial(_tell_repeated, trainer))
         return dataloader
 
     @contextlib.contextmanager
@@ -474,3 +475,13 @@ def _summary(report: PlanReport) -> str:
     peak = report.predicted_peak_bytes
     shown = "" if peak is None else f", predicted peak {peak / 2**30:.2f} GiB"
     return f"autoparallel: mesh {{{mesh}}}, plan {report.plan}, collectives per step: {launches}{shown}"
+
+
+def _tell_repeated(trainer: Trainer, rows: int) -> None:
+    """Predictions are cut to the rank's own rows; what is logged of an evaluation is not."""
+    if not trainer.predicting:
+        rank_zero_warn(
+            f"autoparallel: {rows} row(s) of this evaluation are counted twice: ranks cannot share rows out evenly "
+            "where loaders are read at once, a step takes its batches from an iterator, or a loader has a batch "
+            "sampler of its own; give it a number of rows that divides, or loaders one after another without it"
+        )

@@ -79,10 +79,22 @@ def test_every_rank_has_rows_of_its_own_where_there_are_as_many_rows_as_ranks() 
 def test_shuffled_rows_follow_the_epoch() -> None:
     sampler = DistributedSampler(range(7), num_replicas=2, rank=0, shuffle=True)
     shared = loader(sampler, batch_size=2)
-    share_out_evenly(shared, lambda: False)
+    share_out_evenly(shared, lambda: False, nobody)
     first = list(batches_of(shared) or ())
     sampler.set_epoch(1)
     assert list(batches_of(shared) or ()) != first
+
+
+def nobody(rows: int) -> None:
+    raise AssertionError(f"{rows} rows are said to be repeated")
+
+
+def test_rows_that_two_ranks_hold_are_told_of() -> None:
+    for rows, pads, told_of in ((7, True, [1]), (8, True, []), (7, False, [])):
+        told: list[int] = []
+        shared = DataLoader(range(rows), sampler=DistributedSampler(range(rows), 2, 0), batch_size=2)  # type: ignore[arg-type]
+        share_out_evenly(shared, lambda pads=pads: pads, told.append)
+        assert list(shared) and told == told_of
 
 
 class OwnSampler(DistributedSampler):
@@ -94,20 +106,21 @@ class OwnBatches(BatchSampler):
 
 
 def test_what_is_the_user_s_own_is_left_alone() -> None:
-    inner = DistributedSampler(range(7), num_replicas=2, rank=0)
+    inner, told = DistributedSampler(range(7), num_replicas=2, rank=0), []
     for mine in (
         loader(OwnSampler(range(7), num_replicas=2, rank=0), batch_size=2),
         loader(DistributedSampler(range(7), num_replicas=2, rank=0, drop_last=True), batch_size=2),
         DataLoader(range(7), batch_sampler=OwnBatches(inner, 2, False)),
         loader(DistributedSampler(range(7), num_replicas=1, rank=0), batch_size=2),
     ):
-        share_out_evenly(mine, lambda: False)
+        share_out_evenly(mine, lambda: False, told.append)
         assert batches_of(mine) is None
+    assert told == [1], "the batch sampler of the user's has a row on both ranks"
 
 
 def test_items_that_are_batches() -> None:
     items = [loader(DistributedSampler(range(7), 2, rank, shuffle=False), batch_size=None) for rank in range(2)]
     for one in items:
-        share_out_evenly(one, lambda: False)
+        share_out_evenly(one, lambda: False, nobody)
     assert [list(one) for one in items] == [[0, 2, 4, 6], [1, 3, 5, 6]]
     assert len(items[0]) == 4
