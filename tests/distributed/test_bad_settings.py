@@ -46,7 +46,7 @@ def test_an_unknown_plan_names_the_nearest() -> None:
     with pytest.raises(
         ConfigError,
         match=re.escape(
-            "unknown plan 'fdsp': plans are 'ddp', 'fsdp', 'hsdp', or a mapping of rules; did you mean 'fsdp'?"
+            "unknown plan 'fdsp': plans are 'ddp', 'fsdp', 'hsdp', 'auto', or a mapping of rules; did you mean 'fsdp'?"
         ),
     ):
         AutoParallelStrategy(plan="fdsp")
