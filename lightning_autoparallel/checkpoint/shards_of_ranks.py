@@ -38,7 +38,7 @@ class _Place:
 
 
 class ShardsOfRanks:
-    """The shards that a checkpoint holds, each once, in an order that all ranks share."""
+    """The shards that a checkpoint holds, in an order that all ranks share; those that are one are written once."""
 
     def __init__(self, group: Any) -> None:
         """``group`` is a gloo group of all ranks, or None where there is one rank."""

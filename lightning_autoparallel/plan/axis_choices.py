@@ -15,9 +15,15 @@ from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter
 from lightning_autoparallel.plan.problem import Choice, Overlap, Problem, Reader, Value
-from lightning_autoparallel.plan.solve import AxisProblem, Producer, may_leave, parameter_may_move, producer_of
+from lightning_autoparallel.plan.solve import (
+    AxisProblem,
+    Producer,
+    may_leave,
+    parameter_may_move,
+    producer_of,
+    split_factors,
+)
 from lightning_autoparallel.plan.tied_blocks import Class, Part, Repeats, repeats
-from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class AxisChoices:
             if arguments and all(source in self._derived for source, _ in arguments):
                 self._derived.add(node)
             self._candidates[node] = self._of(node, arriving)
-            factors[node] = _factors(self._candidates[node])
+            factors[node] = split_factors(self._candidates[node])
 
     @cached_property
     def _nodes(self) -> list[fx.Node]:
@@ -127,17 +133,6 @@ class AxisChoices:
 
     def _parts(self) -> list[Part | None]:
         return list(dict.fromkeys(self._repeats.parts.values()))
-
-    def taken_of(self, chosen: Mapping[fx.Node, Candidate]) -> tuple[int, ...]:
-        """The numbers of these alternatives; values that may leave in several placements do so as costs least."""
-        problem = self.problem()
-        taken = [0] * len(problem.choices)
-        for node, candidate in chosen.items():
-            taken[self._numbers[self._classes[node]]] = self._candidates[node].index(candidate)
-        for number in range(len(self._numbers), len(taken)):
-            ways = range(len(problem.choices[number].times_us))
-            taken[number] = min(ways, key=lambda k: problem.time_us([*taken[:number], k, *taken[number + 1 :]]))
-        return tuple(taken)
 
     def _members(self) -> dict[Class, list[fx.Node]]:
         found: dict[Class, list[fx.Node]] = defaultdict(list)
@@ -233,8 +228,3 @@ def _add(total: dict[int, tuple[float, ...]], number: int, more: Sequence[float]
 
 def _pinned(placement: Placement, arguments: int) -> Candidate:
     return Candidate(outputs=(placement,), inputs=(placement,) * arguments, time_us=0.0)
-
-
-def _factors(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    strided = {split_factor_of(p) for c in candidates for p in c.outputs if isinstance(p, StridedShard)}
-    return tuple(sorted({1, *strided}))

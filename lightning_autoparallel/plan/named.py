@@ -106,6 +106,7 @@ def make_plan(
         InfeasiblePlanError: something computes with a parameter that its rule cuts, but has no way to do it.
     """
     spec, axes = PlanSpec.parse(plan), plan_axes(plan, mesh)
+    assert spec.base != AUTO or costs is not None, "auto is found by costs"
     placeholders = dict(zip(captured.graph_module.graph.find_nodes(op="placeholder"), captured.inputs, strict=True))
     shapes = {i.name: tuple(n.meta["val"].shape) for n, i in placeholders.items() if i.kind == "parameter"}
     planning = _Planning(
@@ -155,9 +156,11 @@ def _solve_axes(planning: _Planning) -> tuple[list[Choices], list[tuple[PlanAxis
     found: list[tuple[PlanAxis, FoundAxis]] = []
     for i, axis in enumerate(axes):
         if i not in solved:
-            if planning.costs is not None:
-                found.append((axis, _find(planning, axis, i, others, planning.costs)))
-            solved[i] = found[-1][1].choices if planning.costs is not None else _solve(planning, axis, i, others)
+            if planning.costs is None:
+                solved[i] = _solve(planning, axis, i, others)
+            else:
+                found.append((axis, one := _find(planning, axis, i, others, planning.costs)))
+                solved[i] = one.choices
             others.add(axis, solved[i])
     return [solved[i] for i in range(len(axes))], found
 

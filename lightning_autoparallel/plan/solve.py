@@ -248,7 +248,7 @@ def _prepare(state: _State) -> list[fx.Node]:
             if arguments and all(source in state.derived for source, _ in arguments):
                 state.derived.add(node)
             candidates = state.candidates[node] = _candidates(state, node, tuple(arriving))
-            factors[node] = _factors(candidates)
+            factors[node] = split_factors(candidates)
             for position, producer in enumerate(arguments):
                 state.consumers.setdefault(producer, []).append((node, position))
             if node in problem.pins or any(source in dependent for source, _ in arguments):
@@ -280,7 +280,8 @@ def _candidates(state: _State, node: fx.Node, factors: tuple[int, ...]) -> tuple
     return (min(following, key=lambda c: _time_us(state, node, c, True, shared=False)),)
 
 
-def _factors(candidates: tuple[Candidate, ...]) -> tuple[int, ...]:
+def split_factors(candidates: Sequence[Candidate]) -> tuple[int, ...]:
+    """Into how many blocks each, 1 among them, shards of the candidates' outputs are interleaved."""
     strided = {split_factor_of(p) for c in candidates for p in c.outputs if isinstance(p, StridedShard)}
     return tuple(sorted({1, *strided}))
 
@@ -333,7 +334,8 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
         others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
         if chosen is None:
             continue
-        if source in state.derived and not _may_move(state, (source, index), chosen, target):
+        on_batch = state.problem.is_batch_axis
+        if source in state.derived and not parameter_may_move((source, index), chosen, target, on_batch):
             return math.inf
         if node in state.problem.reduced_late and chosen.is_partial() and not target.is_partial():
             return math.inf
@@ -359,10 +361,6 @@ def parameter_may_move(producer: Producer, made: Placement, wanted: Placement, i
     value = fxn.values(producer[0])[producer[1]]
     is_vector = value is not None and value.dim() <= 1
     return not is_batch_axis and is_vector and made.is_replicate() and not wanted.is_partial()
-
-
-def _may_move(state: _State, producer: Producer, made: Placement, wanted: Placement) -> bool:
-    return parameter_may_move(producer, made, wanted, state.problem.is_batch_axis)
 
 
 def _output_time_us(state: _State, producer: Producer, placement: Placement) -> float:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
+from lightning_autoparallel.apply import gathered
 from lightning_autoparallel.checkpoint import Location, ShardsOfRanks, write_file
 from lightning_autoparallel.errors import CheckpointError
 from tests.support.worlds import Worlds
@@ -130,3 +131,15 @@ def test_ranks_that_hold_other_shards_do_not_wait_for_each_other(worlds: Worlds,
     for text in worlds(4).run(has_more, str(tmp_path / "file.ckpt")):
         assert "other sharded tensors into it, by rank [20, 20, 21, 20]" in text
     assert not (tmp_path / "file.ckpt").exists()
+
+
+def kept() -> list[Any]:
+    given = {name: checkpoint()["state"][name] for name in ("uneven rows", "strided")}
+    return list(gathered({"state": given, "plain": values((2,))}, keep=dist.get_rank() == 0)["state"].values())
+
+
+def test_ranks_that_do_not_keep_what_is_gathered_hold_nothing(worlds: Worlds) -> None:
+    first, *others = worlds(4).run(kept)
+    for found, name in zip(first, ("uneven rows", "strided"), strict=True):
+        assert torch.equal(found, whole()[name])
+    assert others == [[None, None]] * 3
