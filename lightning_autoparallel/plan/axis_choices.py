@@ -23,6 +23,7 @@ from lightning_autoparallel.plan.solve import (
     producer_of,
     split_factors,
 )
+from lightning_autoparallel.plan.strided_reach import reached
 from lightning_autoparallel.plan.tied_blocks import Class, Part, Repeats, repeats
 
 
@@ -59,6 +60,7 @@ class AxisChoices:
                 self._derived.add(node)
             self._candidates[node] = self._of(node, arriving)
             factors[node] = split_factors(self._candidates[node])
+        self._candidates = reached(self._candidates, self._arguments)
 
     @cached_property
     def _nodes(self) -> list[fx.Node]:
