@@ -20,6 +20,8 @@ CHECKPOINT_POLICIES = ("none", "full", "selective")
 CAPTURE_MODES = ("auto", "step", "forward")
 DECOMPOSE_WHEN = ("auto", "never", "always")
 DECOMPOSE_ORDERS = ("swizzle", "cyclic", "broadcast")
+EDGES = ("outputs", "inputs")  # of modules, whose values rules may pin
+STORED = "stored"
 _PLACEMENT = re.compile(r"R|S\(-?\d+\)")
 
 
@@ -112,9 +114,10 @@ def _check_axis(name: str, size: int) -> None:
 class PlanRule:
     """One rule on top of a base plan: parameters, or values at a module's edge, pinned on the axes it names.
 
-    ``kind`` is ``"parameter"`` (``pattern`` is a glob over parameter names), ``"outputs"`` or ``"inputs"`` (over module
-    paths). ``placements`` holds pairs of axis and placement, as written: ``"R"`` or ``"S(dim)"``. ``order`` says which
-    axis cuts first where several shard one dim.
+    ``kind`` is ``"parameter"`` (``pattern`` is a glob over parameter names: what steps compute with), ``"stored"`` (the
+    same: where parameters lie between steps), ``"outputs"`` or ``"inputs"`` (over module paths). ``placements`` holds
+    pairs of axis and placement, as written: ``"R"`` or ``"S(dim)"``. ``order`` says which axis cuts first where several
+    shard one dim.
     """
 
     key: str
@@ -122,6 +125,11 @@ class PlanRule:
     pattern: str
     placements: tuple[tuple[str, str], ...]
     order: tuple[str, ...] = ()
+
+    @property
+    def is_edge(self) -> bool:
+        """Whether it pins values at the edge of modules."""
+        return self.kind in EDGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,19 +194,22 @@ class PlanSpec:
 
 def _rule(key: str, value: Any, order: tuple[str, ...]) -> PlanRule:
     kind, _, path = key.partition(":")
-    is_edge = bool(path) and kind in ("outputs", "inputs")
+    is_other = bool(path) and kind in (*EDGES, STORED)
     if not isinstance(value, Mapping):
         raise ConfigError(f"rule {key!r} is {value!r}: give a mapping from mesh axes to placements, like {{tp: S(0)}}")
     named = {str(axis): text for axis, text in value.items() if axis != "order"}
     for axis in named:
         _check_axis(axis, 1)
-        if axis.startswith("dp_"):
-            raise ConfigError(f"rule {key!r} names {axis}: on dp_* axes the base plan holds; rules may name tp")
+        if axis.startswith("dp_") and not (is_other and kind == STORED):
+            raise ConfigError(
+                f"rule {key!r} names {axis}: on dp_* axes every rank computes with whole parameters; rules may name tp, "
+                f"or say where parameters lie between steps: {{'{STORED}:{path or key}': {{{axis}: S(0)}}}}"
+            )
     placements = tuple((axis, _placement_text(key, axis, text)) for axis, text in named.items())
     return PlanRule(
         key=key,
-        kind=kind if is_edge else "parameter",
-        pattern=path if is_edge else key,
+        kind=kind if is_other else "parameter",
+        pattern=path if is_other else key,
         placements=placements,
         order=_order(value.get("order") or order, f"rule {key!r}"),
     )

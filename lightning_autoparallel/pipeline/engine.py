@@ -414,13 +414,13 @@ class StepEngine:
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""
         plan, mesh = self.context.config.plan, self.context.mesh
-        edges = tuple((rule.kind, rule.pattern) for rule in plan.rules if rule.kind != "parameter")
+        edges = tuple((rule.kind, rule.pattern) for rule in plan.rules if rule.is_edge)
         check_edges(self.module, edges)
         active = mesh.active(mesh.spec.names)
         return tuple(
             (rule.kind, rule.pattern)
             for rule in plan.rules
-            if rule.kind != "parameter" and any(axis in active for axis, _ in rule.placements)
+            if rule.is_edge and any(axis in active for axis, _ in rule.placements)
         )
 
     def _layout_of(self, name: str) -> ParameterLayout | None:

@@ -35,6 +35,6 @@ def local_spec(spec: PlanSpec, parameters: Mapping[str, object]) -> PlanSpec:
     rules = tuple(
         rule
         for rule in spec.rules
-        if rule.kind != "parameter" or any(fnmatchcase(name, rule.pattern) for name in parameters)
+        if rule.is_edge or any(fnmatchcase(name, rule.pattern) for name in parameters)
     )
     return dataclasses.replace(spec, rules=rules)

@@ -41,15 +41,16 @@ Choices = Mapping[fx.Node, Candidate]
 def plan_axes(plan: str | PlanSpec, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
     """The plan's axes on this mesh, outermost first; none for a single process.
 
-    All ``dp_*`` axes are one but for ``hsdp``, which treats ``dp_replicate`` and ``dp_shard`` apart; an axis that rules
-    name, or that ``auto`` finds placements on, is one of its own.
+    All ``dp_*`` axes are one but for ``hsdp`` and rules that treat ``dp_replicate`` and ``dp_shard`` apart; an axis that
+    rules name, or that ``auto`` finds placements on, is one of its own.
 
     Raises:
         ConfigError: an axis of more than one process that the plan would leave idle.
     """
     spec = PlanSpec.parse(plan)
     data_parallel = mesh.active(mesh.data_parallel_axes)
-    groups = [(name,) for name in data_parallel] if spec.base == "hsdp" else [data_parallel]
+    apart = spec.base in ("hsdp", AUTO) or spec.axes().intersection(data_parallel)
+    groups = [(name,) for name in data_parallel] if apart else [data_parallel]
     for name in mesh.active(mesh.spec.names):
         if name in data_parallel:
             continue
@@ -241,7 +242,9 @@ def _allowed(planning: _Planning, index: int, axis: PlanAxis, position: int | No
     """Where output ``index`` may end: results keep their rows on the rank that owns them, everything else is whole."""
     item = planning.captured.outputs[index]
     if item.is_parameter_gradient and position is not None:
-        return (planning.parameters[item.name].compute[position],)
+        placed = planning.parameters[item.name]
+        # What lies in shards of what is computed whole is reduced into them.
+        return tuple(dict.fromkeys((placed.compute[position], placed.storage[position])))
     if not axis.shards_batch:
         return (Replicate(),)
     if item.kind in ("output", "log"):

@@ -9,10 +9,18 @@ from fnmatch import fnmatchcase
 
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
+from lightning_autoparallel.config import AUTO, STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError, closest
-from lightning_autoparallel.fx.placements import dim_of, explicit, is_shard, nested_shards, parse_placement, shard
+from lightning_autoparallel.fx.placements import (
+    dim_of,
+    explicit,
+    is_shard,
+    nested_shards,
+    parse_placement,
+    placement_text,
+    shard,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +42,16 @@ def place_parameters(
 ) -> dict[str, ParameterPlacement]:
     """Storage and compute placements of every parameter, by name.
 
-    ``warn`` is told of parameters that the base plan would shard but whose rules leave no even dim for it.
+    Rules say how steps compute with a parameter on other axes than dp_*; there it lies as it computes, unless a
+    ``stored:`` rule cuts what is computed whole. On axes that no rule names it lies as the base plan has it. ``warn`` is told of parameters that the base plan would shard but whose rules leave no even dim for it.
 
     Raises:
         ConfigError: a rule matches no parameter, names a dim that does not exist, or one that its axis does not divide.
     """
-    rules = [rule for rule in spec.rules if rule.kind == "parameter"]
-    for rule in rules:
-        check_matches(rule, shapes, "parameter")
-    return {name: _place(spec, rules, name, shape, axes, warn) for name, shape in shapes.items()}
+    for rule in spec.rules:
+        if not rule.is_edge:
+            check_matches(rule, shapes, "parameter")
+    return {name: _place(spec, name, shape, axes, warn) for name, shape in shapes.items()}
 
 
 def check_matches(rule: PlanRule, names: Mapping[str, object], noun: str) -> None:
@@ -68,7 +77,7 @@ def rule_placement(
     """What the last rule that matches ``name`` and names ``axis`` says, or None.
 
     Raises:
-        ConfigError: the dim does not exist, or does not divide by the axis.
+        ConfigError: the dim does not exist, or does not divide by the axis (what is only stored may be padded).
     """
     for rule in reversed(rules):
         text = dict(rule.placements).get(axis.name)
@@ -78,7 +87,7 @@ def rule_placement(
             placement = parse_placement(text, len(shape))
         except ValueError as error:
             raise ConfigError(f"rule '{rule.key}' gives '{name}' {error}: its shape is {list(shape)}") from error
-        if is_shard(placement) and shape[dim_of(placement)] % axis.size:
+        if rule.kind != STORED and is_shard(placement) and shape[dim_of(placement)] % axis.size:
             raise ConfigError(
                 f"rule '{rule.key}' shares dim {dim_of(placement)} of '{name}', {shape[dim_of(placement)]} long, among "
                 f"{axis.size} ranks of {axis.name}: that is not even; choose another dim or size, or 'R'"
@@ -88,22 +97,43 @@ def rule_placement(
 
 
 def _place(
-    spec: PlanSpec,
-    rules: Sequence[PlanRule],
-    name: str,
-    shape: Shape,
-    axes: Sequence[PlanAxis],
-    warn: Callable[[str], None],
+    spec: PlanSpec, name: str, shape: Shape, axes: Sequence[PlanAxis], warn: Callable[[str], None]
 ) -> ParameterPlacement:
-    named = [rule_placement(rules, name, shape, axis) for axis in axes]
+    named = [rule_placement(_of_kind(spec, "parameter"), name, shape, axis) for axis in axes]
     placements: list[Placement] = [Replicate() if found is None else found[0] for found in named]
     order = next((found[1].order for found in named if found is not None), ())
-    for position in _sharded_positions(spec.base, axes):
-        if shape:
-            placements = _with_base_shard(placements, position, shape, axes, order, name, warn)
+    for position, dim in _stored_dims(spec, name, shape, axes, placements).items():
+        placements = _with_shard(placements, position, dim, shape, axes, order, name, warn)
     cuts = explicit(tuple(placements), axes)
-    compute = tuple(Replicate() if axis.shards_batch else cut for cut, axis in zip(cuts, axes, strict=True))
-    return ParameterPlacement(storage=tuple(placements), compute=compute)
+    computed = tuple(cut if found is not None else Replicate() for cut, found in zip(cuts, named, strict=True))
+    return ParameterPlacement(storage=tuple(placements), compute=computed)
+
+
+def _of_kind(spec: PlanSpec, kind: str) -> list[PlanRule]:
+    return [rule for rule in spec.rules if rule.kind == kind]
+
+
+def _stored_dims(
+    spec: PlanSpec, name: str, shape: Shape, axes: Sequence[PlanAxis], computed: Sequence[Placement]
+) -> dict[int, int]:
+    """The positions of axes that cut what is computed whole, between steps, and the dim that each would cut.
+
+    Raises:
+        ConfigError: a ``stored:`` rule contradicts what the parameter computes as.
+    """
+    found: dict[int, int] = {}
+    base, rules = _sharded_positions(spec.base, axes), _of_kind(spec, STORED)
+    for position, axis in enumerate(axes if shape else ()):
+        said = rule_placement(rules, name, shape, axis)
+        if said is not None and is_shard(computed[position]) and said[0] != computed[position]:
+            raise ConfigError(
+                f"rule '{said[1].key}' has '{name}' lie as {placement_text(said[0])} on {axis.name}, but another rule "
+                f"has steps compute with {placement_text(computed[position])} of it there: leave one of them out"
+            )
+        is_cut = is_shard(said[0]) if said is not None else position in base
+        if is_cut and not is_shard(computed[position]):
+            found[position] = dim_of(said[0]) if said is not None else 0
+    return found
 
 
 def _sharded_positions(base: str, axes: Sequence[PlanAxis]) -> list[int]:
@@ -117,25 +147,26 @@ def _sharded_positions(base: str, axes: Sequence[PlanAxis]) -> list[int]:
     ]
 
 
-def _with_base_shard(
+def _with_shard(
     placements: list[Placement],
     position: int,
+    dim: int,
     shape: Shape,
     axes: Sequence[PlanAxis],
     order: Sequence[str],
     name: str,
     warn: Callable[[str], None],
 ) -> list[Placement]:
-    """The base plan's shard on axis ``position``: of dim 0, inside or around the cut that a rule makes there."""
+    """A shard on axis ``position``: of ``dim``, inside or around the cuts that are there, or of another one."""
     size = axes[position].size
-    cutting = [i for i, placement in enumerate(placements) if is_shard(placement) and dim_of(placement) == 0]
+    cutting = [i for i, placement in enumerate(placements) if is_shard(placement) and dim_of(placement) == dim]
     if not cutting:
-        return [shard(0) if i == position else placement for i, placement in enumerate(placements)]
-    if shape[0] % (size * math.prod(axes[i].size for i in cutting)) == 0:
-        nested = nested_shards(0, _cut_first([*cutting, position], axes, order), axes)
+        return [shard(dim) if i == position else placement for i, placement in enumerate(placements)]
+    if shape[dim] % (size * math.prod(axes[i].size for i in cutting)) == 0:
+        nested = nested_shards(dim, _cut_first([*cutting, position], axes, order), axes)
         return [cut if is_shard(cut) else placement for cut, placement in zip(nested, placements, strict=True)]
-    free = [dim for dim in range(1, len(shape)) if not any(is_shard(p) and dim_of(p) == dim for p in placements)]
-    even = next((dim for dim in free if shape[dim] % size == 0), None)
+    cut_dims = {dim_of(placement) for placement in placements if is_shard(placement)}
+    even = next((other for other in range(len(shape)) if other not in cut_dims and shape[other] % size == 0), None)
     if even is None:
         warn(
             f"parameter '{name}' of shape {list(shape)} stays whole over {axes[position].name}: its rules leave no dim "

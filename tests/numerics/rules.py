@@ -87,7 +87,13 @@ RULES["transformer32"] = RULES["transformer"]
 
 
 def plan_of(model: str, name: str) -> str | dict[str, Any]:
-    """The plan argument for a case: a plan's own name, or `rules` on fsdp and `hsdp_rules` on hsdp."""
+    """The plan argument for a case: a plan's own name, or `rules` on fsdp and `hsdp_rules` on hsdp.
+
+    `stored` has tp cut what is computed whole, between steps, and the values of the model's own rules.
+    """
+    if name == "stored":
+        edges = {key: placed for key, placed in RULES[model].items() if key.startswith(("outputs:", "inputs:"))}
+        return {"rules": {"stored:*": {"tp": "S(0)"}, **edges}}
     if name not in BASES:
         return name
     return {"base": BASES[name], "rules": RULES[model]}

@@ -67,12 +67,19 @@ def _case(settings: Settings, **more: Any) -> Case:
     return case_of(**settings, **more)
 
 
+# What tp cuts between steps only: all models on one mesh, one of them on three axes.
+STORED = [
+    *(case_of(model, mesh=(("dp_shard", 2), ("tp", 2)), plan="stored", clip=CLIP) for model in RULES),
+    case_of("llama3", mesh=EIGHT, plan="stored", rows=4, precision="bf16-mixed"),
+    case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="stored", accumulate=4, compile=True),
+]
 COVERING = list(map(_case, _covering()))
 SLOW = {"transformer", "transformer32", "hf_llama", "hf_gpt2", "attention", "tied"}  # in the matrix only
 EVERYWHERE = [
     case_of("llama3", mesh=(("tp", 2),), plan="rules", compile=True),
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
     *(case for case in map(_case, _everywhere()) if case not in COVERING),
+    *STORED,
     case_of("llama3", mesh=EIGHT, plan="rules", rows=4),
     case_of("llama3", mesh=EIGHT, plan="hsdp_rules", rows=4, optimizer="sgd"),
 ]
