@@ -202,8 +202,8 @@ def _rule(key: str, value: Any, order: tuple[str, ...]) -> PlanRule:
         _check_axis(axis, 1)
         if axis.startswith("dp_") and not (is_other and kind == STORED):
             raise ConfigError(
-                f"rule {key!r} names {axis}: on dp_* axes every rank computes with whole parameters; rules may name tp, "
-                f"or say where parameters lie between steps: {{'{STORED}:{path or key}': {{{axis}: S(0)}}}}"
+                f"rule {key!r} names {axis}: on dp_* axes every rank computes with whole parameters; rules may name "
+                f"tp, or say where parameters lie between steps: {{'{STORED}:{path or key}': {{{axis}: S(0)}}}}"
             )
     placements = tuple((axis, _placement_text(key, axis, text)) for axis, text in named.items())
     return PlanRule(

@@ -1,16 +1,16 @@
-"""``plan="auto"``: where parameters lie on an axis, and how everything is computed there, as one problem."""
+"""``plan="auto"``: where parameters lie, and how everything is computed on an axis, as one problem."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
-from torch.distributed.tensor.placement_types import Placement
 
-from lightning_autoparallel.config import PlanRule, PlanSpec
+from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.fx import nodes as fxn
@@ -19,10 +19,11 @@ from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.integer_programme import Solution, solve
-from lightning_autoparallel.plan.parameter_alternatives import FreeParameter
+from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.solve import AxisProblem
 
-BASE = "fsdp"  # what parameters do on the axes that share out the batch
+Named = tuple[tuple[str, str], ...]  # axes and placements
+BASE = "fsdp"  # what parameters do that no rule names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,53 +31,77 @@ class FoundAxis:
     """What is done on an axis: by every call, and with every parameter whose placement was to be found."""
 
     choices: Mapping[fx.Node, Candidate]
-    parameters: Mapping[str, Placement]
+    parameters: Mapping[str, Lying]
     note: str
 
 
 def find_axis(
-    problem: AxisProblem, axis: PlanAxis, free: Mapping[fx.Node, FreeParameter], costs: CostModel
+    problem: AxisProblem,
+    axis: PlanAxis,
+    free: Mapping[fx.Node, FreeParameter],
+    costs: CostModel,
+    fixed: Mapping[fx.Node, Candidate] | None = None,
+    room_bytes: float = math.inf,
 ) -> FoundAxis:
-    """The best of all combinations on one axis.
+    """The best of all combinations on one axis, or of all ways to keep parameters where what calls do is ``fixed``.
 
     Raises:
-        InfeasiblePlanError: none goes together.
+        InfeasiblePlanError: none goes together, or none leaves what stays on a rank in ``room_bytes``.
     """
     group = costs.groups[axis.group_name]
     times = AxisTimes(problem.graph, axis.size, problem.cut_already, group, costs.hardware)
     pins = {node: pin for node, pin in problem.pins.items() if node not in free}
     known = dataclasses.replace(problem, pins=pins)
-    choices = AxisChoices(known, times, free)
+    choices = AxisChoices(known, times, free, fixed, room_bytes)
     solution = solve(choices.problem())
-    chosen = choices.chosen(solution.taken)
-    placed: dict[str, Placement] = {}
-    for node, parameter in free.items():
-        (placement,) = chosen[node].outputs
-        assert placement is not None
-        placed[parameter.name] = placement
-    return FoundAxis(choices=chosen, parameters=placed, note=_note(axis, solution))
+    chosen = choices.chosen(solution.taken) if fixed is None else fixed
+    return FoundAxis(choices=chosen, parameters=choices.lying(solution.taken), note=_note(axis, solution))
 
 
-def found_spec(spec: PlanSpec, found: Sequence[tuple[PlanAxis, FoundAxis]]) -> PlanSpec:
-    """Base and rules that place parameters as was found: one rule for a kind, and one for each parameter beside it."""
-    by_name: dict[str, dict[str, str]] = {}
-    for axis, one in found:
-        for name, placement in one.parameters.items():
-            by_name.setdefault(name, {})[axis.name] = placement_text(placement)
-    kinds: dict[str, Counter[tuple[tuple[str, str], ...]]] = {}
-    for name, placements in by_name.items():
-        kinds.setdefault(fxn.kind_of(name), Counter())[tuple(placements.items())] += 1
-    usual = {kind: dict(counted.most_common(1)[0][0]) for kind, counted in kinds.items()}
-    # The last rule that matches counts; the first one names the axes.
-    whole = {axis.name: "R" for axis, _ in found}
-    rules = [_rule("*", whole)] if whole else []
-    rules += [_rule(kind, placements) for kind, placements in usual.items() if placements != whole]
-    rules += [_rule(name, own) for name, own in by_name.items() if own != usual[fxn.kind_of(name)]]
+def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], found: Mapping[str, Lying]) -> PlanSpec:
+    """Base and rules that place parameters as was found: for a kind of them, and for each parameter beside it."""
+    names = [each.name for each in batch_axes]
+    planned = [] if axis.shards_batch else [axis.name]
+    computed = {name: {each: placement_text(lying.computed) for each in planned} for name, lying in found.items()}
+    stored = {
+        name: {each: _stored_text(lying, each) for each in [*names, *planned] if each in names or _is_whole(lying)}
+        for name, lying in found.items()
+    }
+    alike = next(iter(stored.values()), {}) if len(set(map(_named, stored.values()))) == 1 else {}
+    rules = [*_rules(computed, "", dict.fromkeys(planned, "R")), *_rules(stored, f"{STORED}:", alike)]
     return PlanSpec(base=BASE, rules=(*rules, *spec.rules))
 
 
-def _rule(pattern: str, placements: Mapping[str, str]) -> PlanRule:
-    return PlanRule(key=pattern, kind="parameter", pattern=pattern, placements=tuple(placements.items()))
+def _is_whole(lying: Lying) -> bool:
+    return lying.computed.is_replicate()
+
+
+def _stored_text(lying: Lying, axis: str) -> str:
+    return f"S({lying.stored[axis]})" if axis in lying.stored else "R"
+
+
+def _rules(by_name: Mapping[str, dict[str, str]], prefix: str, usual: dict[str, str]) -> list[PlanRule]:
+    """Rules for all, for kinds that differ from that, and for parameters that differ from their kind.
+
+    The last rule that matches counts.
+    """
+    kinds: dict[str, Counter[Named]] = {}
+    for name, placements in by_name.items():
+        kinds.setdefault(fxn.kind_of(name), Counter())[_named(placements)] += 1
+    of_kind = {kind: dict(counted.most_common(1)[0][0]) for kind, counted in kinds.items()}
+    rules = [_rule(prefix, "*", usual)] if usual else []
+    rules += [_rule(prefix, kind, placements) for kind, placements in of_kind.items() if placements != usual]
+    rules += [_rule(prefix, name, own) for name, own in by_name.items() if own != of_kind[fxn.kind_of(name)]]
+    return rules
+
+
+def _named(placements: Mapping[str, str]) -> Named:
+    return tuple(placements.items())
+
+
+def _rule(prefix: str, pattern: str, placements: Mapping[str, str]) -> PlanRule:
+    kind = prefix.removesuffix(":") or "parameter"
+    return PlanRule(key=prefix + pattern, kind=kind, pattern=pattern, placements=tuple(placements.items()))
 
 
 def _note(axis: PlanAxis, solution: Solution) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
-from lightning_autoparallel.plan.parameter_alternatives import FreeParameter
-from lightning_autoparallel.plan.problem import Choice, Overlap, Problem, Reader, Value
+from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
+from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
 from lightning_autoparallel.plan.solve import (
     AxisProblem,
     Producer,
@@ -40,12 +41,15 @@ class _Reading:
 class AxisChoices:
     """The problem of an axis, and what its alternatives mean.
 
-    ``free`` are placeholders that ``axis.pins`` does not fix.
+    ``free`` are placeholders that ``axis.pins`` does not fix. Where ``fixed`` says what every call does, parameters are
+    all that there is to choose. They may have ``room_bytes`` on a rank.
     """
 
     axis: AxisProblem
     times: AxisTimes
     free: Mapping[fx.Node, FreeParameter]
+    fixed: Mapping[fx.Node, Candidate] | None = None
+    room_bytes: float = math.inf
     tied: bool = True
     _candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
     _derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
@@ -71,8 +75,13 @@ class AxisChoices:
 
     def _of(self, node: fx.Node, arriving: tuple[int, ...]) -> tuple[Candidate, ...]:
         pin = self.axis.pins.get(node)
+        if node in self.free:
+            return self.free[node].candidates
+        if self.fixed is not None:
+            return (self.fixed[node],)
         if node.op == "placeholder":
-            return self.free[node].candidates if pin is None else (_pinned(pin, 0),)
+            assert pin is not None
+            return (_pinned(pin, 0),)
         known = self.axis.table.of(node, arriving, self.axis.cut_already(node))
         fitting = tuple(candidate for candidate in known if self.axis.fits(node, candidate))
         if pin is None:
@@ -100,15 +109,21 @@ class AxisChoices:
 
     def problem(self) -> Problem:
         """All alternatives and moves."""
-        leaving = self._leaving()
+        leaving = self._leaving() if self.fixed is None else {}
         numbers = dict(self._numbers)
         for reading in (reading for readings in leaving.values() for reading in readings):
             numbers.setdefault(reading.reader, len(numbers))
         wants = {r.reader: len(r.wants) for readings in leaving.values() for r in readings}
         own = [self._choice(each, nodes) for each, nodes in self._members().items()]
         more = [Choice(name=str(each), times_us=(0.0,) * wants[each]) for each in list(numbers)[len(own) :]]
-        values = tuple(self._values(leaving, numbers))
-        return Problem(choices=(*own, *more), values=values, overlaps=tuple(self._overlaps()))
+        values = tuple(self._values(leaving, numbers)) if self.fixed is None else ()
+        overlaps, limits = tuple(self._overlaps()), tuple(self._limits())
+        return Problem(choices=(*own, *more), values=values, overlaps=overlaps, limits=limits)
+
+    def lying(self, taken: Sequence[int]) -> dict[str, Lying]:
+        """How each free parameter lies in a solution, by name."""
+        numbers = {node: taken[self._numbers[self._classes[node]]] for node in self.free}
+        return {parameter.name: parameter.ways[numbers[node]] for node, parameter in self.free.items()}
 
     def chosen(self, taken: Sequence[int]) -> dict[fx.Node, Candidate]:
         """What each call and placeholder does in a solution."""
@@ -124,14 +139,22 @@ class AxisChoices:
                 for node in nodes:
                     number = self._numbers[self._classes[node]]
                     if node in self.free:
-                        parameter = self.free[node]
-                        _add(sent, number, parameter.reduced_us if backward else parameter.gathered_us)
+                        ways = self.free[node].ways
+                        _add(sent, number, [way.reduced_us if backward else way.gathered_us for way in ways])
                     elif node.op != "placeholder" and fxn.is_backward(node) == backward:
                         _add(computed, number, [self.times.of(node, c) for c in self._candidates[node]])
                 if sent:
                     yield Overlap(
                         name=f"{part} {'backward' if backward else 'forward'}", sent_us=sent, computed_us=computed
                     )
+
+    def _limits(self) -> Iterator[Limit]:
+        if math.isinf(self.room_bytes):
+            return
+        sizes: dict[int, tuple[float, ...]] = {}
+        for node, parameter in self.free.items():
+            _add(sizes, self._numbers[self._classes[node]], [way.size_bytes for way in parameter.ways])
+        yield Limit(name="what stays on a rank", sizes_bytes=sizes, most_bytes=self.room_bytes)
 
     def _parts(self) -> list[Part | None]:
         return list(dict.fromkeys(self._repeats.parts.values()))
@@ -156,7 +179,7 @@ class AxisChoices:
             wants = allowed
             reader: Class = ("output", position)
             if parameter is not None:
-                reader, wants = self._classes[parameter], tuple(c.outputs[0] for c in self._candidates[parameter])  # type: ignore[misc]
+                reader, wants = self._classes[parameter], tuple(way.end for way in self.free[parameter].ways)
             producer = producer_of(node)
             never = frozenset((s, t) for s in self._made(producer) for t in wants if not may_leave(s, t))
             found[producer].append(_Reading(reader=reader, wants=tuple(wants), never=never))

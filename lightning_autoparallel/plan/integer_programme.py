@@ -9,6 +9,7 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
     sum over s of e[r, s, t] = sum of x[c', k] that want t          for each value, reader, t
     m[s, t] >= e[r, s, t]                                           for each value, reader, and pair that costs anything
     h >= sum of (sent - computed) * x                               for each overlap
+    sum of bytes * x <= most                                        for each limit, in shares of it
     minimise  sum of times * x + sum of moves * m + sum of h
 
 Where one reader wants a value, m is e itself. With x integral, e and m are.
@@ -24,7 +25,7 @@ import highspy
 import numpy as np
 
 from lightning_autoparallel.errors import InfeasiblePlanError
-from lightning_autoparallel.plan.problem import Overlap, Problem, Reader, Value
+from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Reader, Value
 
 GAP = 1e-3  # of the objective, to the bound that is proved
 
@@ -102,6 +103,8 @@ class _Programme:
             self._move(value)
         for overlap in problem.overlaps:
             self._overlap(overlap)
+        for limit in problem.limits:
+            self._limit(limit)
 
     @property
     def has_integers(self) -> bool:
@@ -143,6 +146,13 @@ class _Programme:
                 for k, column in self._alternatives[choice].items():
                     entries[column] += sign * times[k]
         self._row(0, math.inf, entries)
+
+    def _limit(self, limit: Limit) -> None:
+        entries: dict[int, float] = defaultdict(float)
+        for choice, sizes in limit.sizes_bytes.items():
+            for k, column in self._alternatives[choice].items():
+                entries[column] += sizes[k] / limit.most_bytes
+        self._row(-math.inf, 1.0, entries)
 
     def _pairs(self, value: Value, reader: Reader, paying: bool) -> dict[tuple[int, int], int]:
         """Columns of what is made in one placement and wanted in another, and the rows that tie them to choices."""

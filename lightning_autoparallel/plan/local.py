@@ -33,8 +33,6 @@ def own_values(graph: fx.Graph) -> dict[fx.Node, Candidate]:
 def local_spec(spec: PlanSpec, parameters: Mapping[str, object]) -> PlanSpec:
     """``spec`` without the rules of parameters that a module call does not read."""
     rules = tuple(
-        rule
-        for rule in spec.rules
-        if rule.is_edge or any(fnmatchcase(name, rule.pattern) for name in parameters)
+        rule for rule in spec.rules if rule.is_edge or any(fnmatchcase(name, rule.pattern) for name in parameters)
     )
     return dataclasses.replace(spec, rules=rules)

@@ -29,8 +29,8 @@ from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.plan.gradients import late_reductions
 from lightning_autoparallel.plan.local import local_spec, own_values
 from lightning_autoparallel.plan.other_axes import OtherAxes
-from lightning_autoparallel.plan.parameter_alternatives import free_parameters
-from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters, rule_placement
+from lightning_autoparallel.plan.parameter_alternatives import allowed_ways, free_parameters
+from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters
 from lightning_autoparallel.plan.pinned_edges import edge_pins
 from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
 
@@ -41,8 +41,8 @@ Choices = Mapping[fx.Node, Candidate]
 def plan_axes(plan: str | PlanSpec, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
     """The plan's axes on this mesh, outermost first; none for a single process.
 
-    All ``dp_*`` axes are one but for ``hsdp`` and rules that treat ``dp_replicate`` and ``dp_shard`` apart; an axis that
-    rules name, or that ``auto`` finds placements on, is one of its own.
+    All ``dp_*`` axes are one but for plans that treat ``dp_replicate`` and ``dp_shard`` apart: ``hsdp``, ``auto``, and
+    rules that name them. An axis that rules name, or that ``auto`` finds placements on, is one of its own.
 
     Raises:
         ConfigError: an axis of more than one process that the plan would leave idle.
@@ -84,12 +84,17 @@ class _Planning:
     captured: CapturedGraph
     placeholders: dict[fx.Node, GraphInput]
     parameters: Mapping[str, ParameterPlacement]
-    rules: tuple[PlanRule, ...]
+    spec: PlanSpec
     axes: tuple[PlanAxis, ...]
     mesh: ParallelMesh
     hardware: PlacementRates
     warn: Warn
     costs: CostModel | None
+
+    @property
+    def rules(self) -> tuple[PlanRule, ...]:
+        """Those on top of the base plan."""
+        return self.spec.rules
 
 
 def make_plan(
@@ -114,7 +119,7 @@ def make_plan(
         captured=captured,
         placeholders=placeholders,
         parameters=place_parameters(local_spec(spec, shapes) if captured.local else spec, shapes, axes),
-        rules=spec.rules,
+        spec=spec,
         axes=axes,
         mesh=mesh,
         hardware=hardware,
@@ -122,9 +127,8 @@ def make_plan(
         costs=costs if spec.base == AUTO else None,
     )
     solved, found = _solve_axes(planning)
-    if planning.costs is not None:
-        rules = found_spec(spec, found)
-        planning = replace(planning, parameters=place_parameters(rules, shapes, axes, warn))
+    if found is not None:
+        planning = replace(planning, parameters=place_parameters(found.rules, shapes, axes, warn))
     return ShardingPlan(
         name=spec.name,
         axes=axes,
@@ -132,13 +136,21 @@ def make_plan(
         parameters={name: placement.storage for name, placement in planning.parameters.items()},
         outputs=_output_placements(planning),
         joint_axes=joint_axes(axes, mesh),
-        found=rules if planning.costs is not None else None,
-        notes=tuple(one.note for _, one in found),
+        found=None if found is None else found.rules,
+        notes=() if found is None else (found.axis.note,),
     )
 
 
-def _solve_axes(planning: _Planning) -> tuple[list[Choices], list[tuple[PlanAxis, FoundAxis]]]:
-    """The choices on every plan axis, and for ``auto`` what was found on those that do not share out the batch.
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What ``auto`` has found, and the base and rules that say so."""
+
+    axis: FoundAxis
+    rules: PlanSpec
+
+
+def _solve_axes(planning: _Planning) -> tuple[list[Choices], _Found | None]:
+    """The choices on every plan axis, and what ``auto`` has found.
 
     The batch axes come first and as one: what they hold differently (parameters between steps) is no question of how
     to compute. The others are planned into what that has cut.
@@ -146,37 +158,42 @@ def _solve_axes(planning: _Planning) -> tuple[list[Choices], list[tuple[PlanAxis
     axes = planning.axes
     batch = [i for i, axis in enumerate(axes) if axis.shards_batch]
     solved: dict[int, Choices] = {}
-    others = OtherAxes()
+    others, found = OtherAxes(), None
     if batch:
         joint = planning.mesh.plan_axis(tuple(name for i in batch for name in axes[i].mesh_axes))
         assert joint is not None
         captured = planning.captured
         choices = own_values(captured.graph_module.graph) if captured.local else _solve(planning, joint, None, others)
         solved.update(dict.fromkeys(batch, choices))
+        if planning.costs is not None and len(batch) == len(axes):
+            found = _find(planning, joint, None, others, planning.costs, choices)
         others.add(joint, choices)
-    found: list[tuple[PlanAxis, FoundAxis]] = []
     for i, axis in enumerate(axes):
         if i not in solved:
             if planning.costs is None:
                 solved[i] = _solve(planning, axis, i, others)
             else:
-                found.append((axis, one := _find(planning, axis, i, others, planning.costs)))
-                solved[i] = one.choices
+                assert found is None, "parameters are placed on one axis beside those that share out the batch"
+                found = _find(planning, axis, i, others, planning.costs, None)
+                solved[i] = found.axis.choices
             others.add(axis, solved[i])
     return [solved[i] for i in range(len(axes))], found
 
 
-def _find(planning: _Planning, axis: PlanAxis, position: int, others: OtherAxes, costs: CostModel) -> FoundAxis:
+def _find(
+    planning: _Planning,
+    axis: PlanAxis,
+    position: int | None,
+    others: OtherAxes,
+    costs: CostModel,
+    fixed: Choices | None,
+) -> _Found:
     """What is best on one axis; parameters that rules name lie as those say."""
-    batch = next((other for other in planning.axes if other.shards_batch), None)
-    free = free_parameters(planning.captured, planning.placeholders, axis, batch, costs)
-    named = [rule for rule in planning.rules if rule.kind == "parameter"]
-    free = {
-        node: parameter
-        for node, parameter in free.items()
-        if rule_placement(named, parameter.name, node.meta["val"].shape, axis) is None
-    }
-    return find_axis(_axis_problem(planning, axis, position, others), axis, free, costs)
+    batch = [other for other in planning.axes if other.shards_batch]
+    free = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
+    free = allowed_ways(free, planning.rules, planning.axes)
+    found = find_axis(_axis_problem(planning, axis, position, others), axis, free, costs, fixed)
+    return _Found(axis=found, rules=found_spec(planning.spec, axis, batch, found.parameters))
 
 
 def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:

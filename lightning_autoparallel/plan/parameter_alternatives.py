@@ -1,98 +1,234 @@
-"""Parameters whose placement on an axis is to be found: what each alternative takes outside of the graph's calls.
+"""Where a parameter may lie between steps, and what steps may compute with: what each alternative takes beside calls.
 
-Between steps the axes that share out the batch cut every parameter (``fsdp``): it is gathered for the forward and for
-the backward, and its gradient is reduced and scattered, beside what computes. Latencies are not counted, which buckets
-share.
+On the planned axis steps compute with the whole parameter or with a shard of it. Between steps what is computed whole
+may lie in shards of any of the axes that share out the batch, and of the planned one: it is gathered for the forward
+and for the backward, and its gradient is reduced and scattered, beside what computes. A launch's latency is shared by
+all parameters of a block. Data parallelism, its sharded kinds and tensor parallelism are outcomes, for each parameter
+by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
+from lightning_autoparallel.config import STORED, PlanRule
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, PlanAxis
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.optimizer import update_time_us
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import is_shard, shard
+from lightning_autoparallel.fx.placements import dim_of, is_shard, shard
+from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.candidates import Candidate
+from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 aten = torch.ops.aten
+SUM = Partial("sum")
+_COPIES = 4  # parameter, gradient, two moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lying:
+    """One way for a parameter: ``computed`` on the planned axis, ``stored`` dims by the axes that cut it between steps.
+
+    Its gradient ends as ``end``. ``update_us`` is the optimizer's time, ``gathered_us`` what gathering takes before the
+    forward, ``reduced_us`` what the backward takes, to gather again and to reduce the gradient. ``size_bytes`` is what
+    stays on a rank: the parameter, its gradient, and what AdamW keeps of it.
+    """
+
+    computed: Placement
+    stored: Mapping[str, int]
+    end: Placement
+    update_us: float
+    gathered_us: float
+    reduced_us: float
+    size_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeParameter:
-    """A parameter whose placement is to be found: its name, its alternatives, and the gradient that must end as it.
-
-    ``gathered_us`` is what its shards on the batch axes take to gather before the forward, ``reduced_us`` what it takes
-    in the backward, to gather them again and to reduce the gradient: for each alternative, beside what computes.
-    """
+    """A parameter whose placement is to be found: its alternatives, and the gradient that must end as they say."""
 
     name: str
-    candidates: tuple[Candidate, ...]
+    ways: tuple[Lying, ...]
     gradient: fx.Node | None
-    gathered_us: tuple[float, ...]
-    reduced_us: tuple[float, ...]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What a step finds in each of the ``ways``."""
+        return tuple(Candidate(outputs=(way.computed,), inputs=(), time_us=way.update_us) for way in self.ways)
 
 
 def free_parameters(
     captured: CapturedGraph,
     placeholders: Mapping[fx.Node, GraphInput],
     axis: PlanAxis,
-    batch_axis: PlanAxis | None,
+    batch_axes: Sequence[PlanAxis],
+    mesh: ParallelMesh,
     costs: CostModel,
 ) -> dict[fx.Node, FreeParameter]:
-    """Every parameter, whole or cut along any dim that ``axis`` divides, where ``batch_axis`` shares out the batch."""
+    """Every parameter, in all the ways that it may lie on ``axis`` and on ``batch_axes``, which share out the batch."""
     (output,) = captured.graph_module.graph.find_nodes(op="output")
     ends = zip(captured.outputs, output.args[0], strict=True)
     gradients: dict[str, fx.Node] = {item.name: node for item, node in ends if item.is_parameter_gradient}
-    making = _Alternatives(axis, batch_axis, costs)
-    return {
-        node: making.of(node, item.name, gradients.get(item.name))
-        for node, item in placeholders.items()
-        if item.kind == "parameter"
-    }
+    parameters = {node: item.name for node, item in placeholders.items() if item.kind == "parameter"}
+    sharing = Counter(map(fxn.block_of, parameters.values()))
+    found = {}
+    for node, name in parameters.items():
+        gradient = gradients.get(name)
+        making = _Ways(axis, batch_axes, mesh, costs, sharing[fxn.block_of(name)])
+        found[node] = FreeParameter(name=name, ways=making.of(node, gradient is not None), gradient=gradient)
+    return found
 
 
-class _Alternatives:
-    def __init__(self, axis: PlanAxis, batch_axis: PlanAxis | None, costs: CostModel) -> None:
-        self._axis, self._batch_axis, self._costs = axis, batch_axis, costs
+class _Ways:
+    """Of a parameter that has its launches together with others, ``sharing`` of them in all."""
 
-    def of(self, node: fx.Node, name: str, gradient: fx.Node | None) -> FreeParameter:
+    def __init__(
+        self,
+        axis: PlanAxis,
+        batch_axes: Sequence[PlanAxis],
+        mesh: ParallelMesh,
+        costs: CostModel,
+        sharing: int,
+    ) -> None:
+        self._axis, self._batch_axes, self._mesh, self._costs = axis, list(batch_axes), mesh, costs
+        self._sharing = sharing
+
+    def of(self, node: fx.Node, is_trained: bool) -> tuple[Lying, ...]:
         value = node.meta["val"]
-        dims = [dim for dim, size in enumerate(value.shape) if size and size % self._axis.size == 0]
-        placements: list[Placement] = [Replicate(), *map(shard, dims)]
-        parts = [self._axis.size if is_shard(placement) else 1 for placement in placements]
-        batch_shards = 1 if self._batch_axis is None else self._batch_axis.size
-        stored, used = fxn.size_bytes(value), value.numel() * _computed_itemsize(node)
-        trained = gradient is not None
-        times = [
-            update_time_us(stored / part / batch_shards, self._costs.hardware) if trained else 0.0 for part in parts
-        ]
-        gathered = [self._moving_us("all_gather", used / part) for part in parts]
-        reduced = [self._moving_us("reduce_scatter", stored / part) if trained else 0.0 for part in parts]
-        return FreeParameter(
-            name=name,
-            candidates=tuple(
-                Candidate(outputs=(placement,), inputs=(), time_us=time_us)
-                for placement, time_us in zip(placements, times, strict=True)
-            ),
-            gradient=gradient,
-            gathered_us=tuple(gathered),
-            reduced_us=tuple(once + more for once, more in zip(gathered, reduced, strict=True)),
+        used_bytes = value.numel() * _computed_itemsize(node)
+        return tuple(
+            self._way(computed, stored, end, fxn.size_bytes(value), used_bytes, is_trained)
+            for computed, stored in self._lyings(tuple(value.shape))
+            for end in self._ends(computed, is_trained)
         )
 
-    def _moving_us(self, kind: str, size_bytes: float) -> float:
-        if self._batch_axis is None:
+    def _lyings(self, shape: tuple[int, ...]) -> Iterator[tuple[Placement, dict[str, int]]]:
+        """What is computed with, and the dims that axes cut between steps."""
+        shards = [] if self._axis.shards_batch else self._even(shape, self._axis.size)
+        for computed in (Replicate(), *map(shard, shards)):
+            for chosen in self._cutting(computed):
+                stored = self._stored_dims(shape, computed, chosen)
+                if stored is not None:
+                    yield computed, stored
+
+    def _cutting(self, computed: Placement) -> Iterator[list[PlanAxis]]:
+        """Axes that may cut a parameter between steps, beside what is computed: inner batch axes before outer ones."""
+        batch = [self._batch_axes[i:] for i in range(len(self._batch_axes), -1, -1)]
+        own = [[], [self._axis]] if computed.is_replicate() and not self._axis.shards_batch else [[]]
+        for outer, inner in itertools.product(batch, own):
+            yield [*outer, *inner]
+
+    def _stored_dims(
+        self, shape: tuple[int, ...], computed: Placement, axes: Sequence[PlanAxis]
+    ) -> dict[str, int] | None:
+        """The dim that each of the axes cuts: the first, and where that does not divide by all of them another one."""
+        if not shape:
+            return None if axes else {}
+        found: dict[str, int] = {}
+        parts = [1] * len(shape)
+        if is_shard(computed):
+            parts[dim_of(computed)] = self._axis.size
+        for axis in axes:
+            dims = [dim for dim, size in enumerate(shape) if size and size % (parts[dim] * axis.size) == 0]
+            if not dims:
+                return None
+            found[axis.name] = dims[0]
+            parts[dims[0]] *= axis.size
+        return found
+
+    def _even(self, shape: tuple[int, ...], parts: int) -> list[int]:
+        return [dim for dim, size in enumerate(shape) if size and size % parts == 0]
+
+    def _ends(self, computed: Placement, is_trained: bool) -> tuple[Placement, ...]:
+        """How the gradient may come: in parts that are yet to be added up over the axis, or as the parameter is."""
+        if self._axis.shards_batch:
+            return (SUM,)
+        return (SUM, computed) if is_trained and computed.is_replicate() else (computed,)
+
+    def _way(
+        self,
+        computed: Placement,
+        stored: dict[str, int],
+        end: Placement,
+        size_bytes: float,
+        used_bytes: float,
+        is_trained: bool,
+    ) -> Lying:
+        own = self._axis.size if is_shard(computed) else 1
+        cutting = [axis for axis in (*self._batch_axes, self._axis) if axis.name in stored]
+        kept_bytes = size_bytes / own / math.prod(axis.size for axis in cutting)
+        gathered_us = self._moving_us("all_gather", used_bytes / own, cutting)
+        reduced_us = self._reduced_us(size_bytes / own, stored, end) if is_trained else 0.0
+        return Lying(
+            computed=computed,
+            stored=stored,
+            end=end,
+            update_us=update_time_us(kept_bytes, self._costs.hardware) if is_trained else 0.0,
+            gathered_us=gathered_us,
+            reduced_us=gathered_us + reduced_us,
+            size_bytes=kept_bytes * (_COPIES if is_trained else 1),
+        )
+
+    def _reduced_us(self, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
+        """A gradient is scattered over axes that cut the parameter, then what is left is added up over the others."""
+        own = [self._axis] if end.is_partial() and not self._axis.shards_batch else []
+        adding = [*self._batch_axes, *own]
+        scattered = [axis for axis in adding if axis.name in stored]
+        rest = [axis for axis in adding if axis.name not in stored]
+        part_bytes = size_bytes / math.prod(axis.size for axis in scattered)
+        scattered_us = self._moving_us("reduce_scatter", size_bytes, scattered)
+        return scattered_us + self._moving_us("all_reduce", part_bytes, rest)
+
+    def _moving_us(self, kind: str, size_bytes: float, axes: Sequence[PlanAxis]) -> float:
+        joint = self._mesh.plan_axis(tuple(name for axis in self._in_order(axes) for name in axis.mesh_axes))
+        if joint is None:
             return 0.0
-        return self._costs.moving_time_us(kind, size_bytes, self._batch_axis.group_name)
+        moving_us = self._costs.moving_time_us(kind, size_bytes, joint.group_name)
+        whole_us = self._costs.launch_time_us(kind, math.ceil(size_bytes), joint.group_name)
+        return moving_us + (whole_us - moving_us) / self._sharing
+
+    def _in_order(self, axes: Sequence[PlanAxis]) -> list[PlanAxis]:
+        return sorted(axes, key=lambda axis: self._mesh.spec.names.index(axis.mesh_axes[0]))
 
 
 def _computed_itemsize(node: fx.Node) -> int:
     """Bytes of an element in the dtype that a parameter is cast to before anything reads it."""
     casts = [user.meta["val"].dtype.itemsize for user in node.users if user.target is aten._to_copy.default]
     return int(min([node.meta["val"].dtype.itemsize, *casts]))
+
+
+def allowed_ways(
+    free: Mapping[fx.Node, FreeParameter], rules: Sequence[PlanRule], axes: Sequence[PlanAxis]
+) -> dict[fx.Node, FreeParameter]:
+    """The parameters with the ways that rules leave them; one is not free for which rules want another than those."""
+    found = {}
+    for node, parameter in free.items():
+        shape = tuple(node.meta["val"].shape)
+        ways = parameter.ways
+        is_ordered = False
+        for axis, kind in itertools.product(axes, ("parameter", STORED)):
+            said = rule_placement([rule for rule in rules if rule.kind == kind], parameter.name, shape, axis)
+            if said is not None:
+                ways = tuple(way for way in ways if _is_as_said(way, kind, said[0], axis.name))
+                is_ordered = is_ordered or bool(said[1].order)
+        if ways and not is_ordered:
+            found[node] = dataclasses.replace(parameter, ways=ways)
+    return found
+
+
+def _is_as_said(way: Lying, kind: str, said: Placement, axis: str) -> bool:
+    if kind == "parameter":
+        return way.computed == said
+    if is_shard(way.computed) and axis not in way.stored:
+        return way.computed == said or said.is_replicate()
+    return way.stored.get(axis) == (dim_of(said) if is_shard(said) else None)

@@ -43,7 +43,8 @@ def place_parameters(
     """Storage and compute placements of every parameter, by name.
 
     Rules say how steps compute with a parameter on other axes than dp_*; there it lies as it computes, unless a
-    ``stored:`` rule cuts what is computed whole. On axes that no rule names it lies as the base plan has it. ``warn`` is told of parameters that the base plan would shard but whose rules leave no even dim for it.
+    ``stored:`` rule cuts what is computed whole. On axes that no rule names it lies as the base plan has it. ``warn``
+    is told of parameters that are to be cut but whose other cuts leave no even dim for it.
 
     Raises:
         ConfigError: a rule matches no parameter, names a dim that does not exist, or one that its axis does not divide.
@@ -105,7 +106,9 @@ def _place(
     for position, dim in _stored_dims(spec, name, shape, axes, placements).items():
         placements = _with_shard(placements, position, dim, shape, axes, order, name, warn)
     cuts = explicit(tuple(placements), axes)
-    computed = tuple(cut if found is not None else Replicate() for cut, found in zip(cuts, named, strict=True))
+    computed = tuple(
+        cut if found is not None and is_shard(found[0]) else Replicate() for cut, found in zip(cuts, named, strict=True)
+    )
     return ParameterPlacement(storage=tuple(placements), compute=computed)
 
 

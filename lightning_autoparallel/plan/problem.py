@@ -3,7 +3,7 @@
 Of every ``Choice`` one alternative is taken. It costs its own time, and its values are moved: a value that is made in
 one placement and wanted in others is redistributed once into each of those, however many readers want it. What can be
 sent while something else computes costs only what that computing does not hide. The total is the sum over choices,
-values and overlaps, each of which may stand for several equal ones.
+values and overlaps, each of which may stand for several equal ones. Limits rule out what does not fit.
 """
 
 from __future__ import annotations
@@ -77,12 +77,30 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a rank has room for: the sum of ``sizes_bytes``, of each alternative by number of a choice, at most."""
+
+    name: str
+    sizes_bytes: Mapping[int, tuple[float, ...]]
+    most_bytes: float
+
+    def size_bytes(self, taken: Sequence[int]) -> float:
+        """Of what ``taken`` has, the alternative of every choice."""
+        return sum(sizes[taken[choice]] for choice, sizes in self.sizes_bytes.items())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Choices, and the values that go from one to another; numbers of choices are positions in ``choices``."""
 
     choices: tuple[Choice, ...]
     values: tuple[Value, ...]
     overlaps: tuple[Overlap, ...] = ()
+    limits: tuple[Limit, ...] = ()
+
+    def fits(self, taken: Sequence[int]) -> bool:
+        """Whether no limit is passed."""
+        return all(limit.size_bytes(taken) <= limit.most_bytes for limit in self.limits)
 
     def time_us(self, taken: Sequence[int]) -> float:
         """The total of one alternative for each choice; infinite where a value cannot get to a reader."""

@@ -19,9 +19,10 @@ from lightning_autoparallel.plan.solve import Producer
 from lightning_autoparallel.torch_compat.sharding import StridedShard
 
 Candidates = Mapping[fx.Node, tuple[Candidate, ...]]
+Arguments = Callable[[fx.Node], Sequence[Producer]]
 
 
-def reached(candidates: Candidates, arguments: Callable[[fx.Node], Sequence[Producer]]) -> dict[fx.Node, tuple[Candidate, ...]]:
+def reached(candidates: Candidates, arguments: Arguments) -> dict[fx.Node, tuple[Candidate, ...]]:
     """The candidates of each node, in graph order, whose strided shards come from somewhere and lead somewhere."""
     kept = dict(candidates)
     before = -1
@@ -31,7 +32,7 @@ def reached(candidates: Candidates, arguments: Callable[[fx.Node], Sequence[Prod
     return kept
 
 
-def _forward(kept: dict[fx.Node, tuple[Candidate, ...]], arguments: Callable[[fx.Node], Sequence[Producer]]) -> None:
+def _forward(kept: dict[fx.Node, tuple[Candidate, ...]], arguments: Arguments) -> None:
     made: dict[Producer, set[Placement | None]] = {}
     for node, known in kept.items():
         sources = arguments(node)
@@ -45,7 +46,7 @@ def _arrives(candidate: Candidate, sources: Sequence[Producer], made: Mapping[Pr
     return all(wanted in made[source] for wanted, source in pairs if isinstance(wanted, StridedShard))
 
 
-def _backward(kept: dict[fx.Node, tuple[Candidate, ...]], arguments: Callable[[fx.Node], Sequence[Producer]]) -> None:
+def _backward(kept: dict[fx.Node, tuple[Candidate, ...]], arguments: Arguments) -> None:
     wanted: dict[Producer, set[Placement]] = defaultdict(set)
     for node in reversed(kept):
         kept[node] = tuple(c for c in kept[node] if _leads(c, node, wanted)) or kept[node][:1]

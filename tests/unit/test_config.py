@@ -116,7 +116,10 @@ def test_an_order_for_all_rules_gives_way_to_a_rule_s_own():
         ({"*.weight": "S(0)"}, "rule '*.weight' is 'S(0)': give a mapping from mesh axes to placements"),
         ({"*.weight": {"tp": 0}}, "rule '*.weight' gives tp the placement 0: write 'R' or 'S(dim)'"),
         ({"*.weight": {"tp": "P(sum)"}}, "gives tp the placement 'P(sum)'"),
-        ({"*.weight": {"dp_shard": "R"}}, "rule '*.weight' names dp_shard: on dp_* axes every rank computes with whole parameters"),
+        (
+            {"*.weight": {"dp_shard": "R"}},
+            "rule '*.weight' names dp_shard: on dp_* axes every rank computes with whole parameters",
+        ),
         ({"*.weight": {"tq": "R"}}, "unknown mesh axis 'tq': axes are dp_replicate, dp_shard, tp"),
         ({"*.weight": {"tp": "R", "order": "tp"}}, "has order 'tp': list the mesh axes"),
         (3, "plan 3 is neither a name"),
