@@ -245,19 +245,6 @@ def check_plan(plan: str) -> str:
     return plan
 
 
-def check_is_found(plan: PlanSpec) -> None:
-    """Refuse to run a plan that is yet to be found: parameters are placed before a step is known.
-
-    Raises:
-        ConfigError: it is ``auto``.
-    """
-    if plan.base == AUTO:
-        raise ConfigError(
-            "plan 'auto' is found before training, not by it: run `lightning-autoparallel plan ... --strategy.plan "
-            "auto --dump FOLDER`, and train with plan: FOLDER/training_step/plan.json"
-        )
-
-
 def check_activation_checkpointing(policy: Any) -> None:
     """Refuse what is neither a policy's name nor a function.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_autoparallel.apply import (
@@ -21,6 +22,7 @@ from lightning_autoparallel.apply import (
     check_initialised,
     copies_of,
     gather_module,
+    lie_anew,
     materialise_module,
     parameter_layouts,
     shard_copy,
@@ -55,13 +57,7 @@ from lightning_autoparallel.errors import (
     StepFailedError,
     TooManyCapturesError,
 )
-from lightning_autoparallel.fx.values import digest
-from lightning_autoparallel.pipeline.agreement import (
-    StepIdentity,
-    check_same_call,
-    check_same_rows,
-    check_same_step,
-)
+from lightning_autoparallel.pipeline.agreed_calls import check_agreement, check_shared_rows
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
 from lightning_autoparallel.pipeline.local_calls import (
@@ -130,12 +126,7 @@ class StepEngine:
                 does not fit the module.
         """
         check_initialised(self.module)
-        plan, mesh = self.context.config.plan, self.context.mesh
-        axes = plan_axes(plan, mesh)
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
-        placements = place_parameters(plan, shapes, axes, self.context.warn)
-        storage = {name: placement.storage for name, placement in placements.items()}
-        self.layouts = parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
+        self.layouts = self._planned_layouts()
         with attached_kept(self.module):
             materialise_module(self.module, self.layouts, self.device, given)
             shard_module(self.module, self.layouts, self.device, self.replacements)
@@ -143,6 +134,22 @@ class StepEngine:
         self.deferred.place(self.layouts)
         self._hooks += take_whole_tensors(self.module)
         share_buffers(self.module)
+
+    def _planned_layouts(self) -> dict[str, ParameterLayout]:
+        plan, mesh = self.context.plan, self.context.mesh
+        axes = plan_axes(plan, mesh)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
+        placements = place_parameters(plan, shapes, axes, self.context.warn)
+        storage = {name: placement.storage for name, placement in placements.items()}
+        return parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
+
+    def place_anew(self, optimizers: Iterable[Optimizer]) -> None:
+        """Move parameters, and what is kept of them, to where the plan has them now; nothing is captured any more."""
+        self.forget_captures()
+        if any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+            self.layouts = self._planned_layouts()
+            lie_anew([self.module, *self._copies], self.layouts, optimizers)
+            self.deferred.place(self.layouts)
 
     def shard_copies(self, holders: Iterable[Any]) -> None:
         """Shard copies of the module that ``holders`` keep in their attributes, as it is sharded itself."""
@@ -182,7 +189,7 @@ class StepEngine:
         known = self._variants.get((call.name, layout, state, frozenset(self._waiting(call))), [])
         index = next((i for i, variant in enumerate(known) if variant.holds(static_leaves(leaves))), None)
         if index is None:
-            self._check_agreement(call, layout, [], -1, state)
+            check_agreement(self.context, call, layout, [], -1, state)
             return None
         step, layouts = known[index].step, known[index].layouts
         return PreparedStep(call=call, layout=layout, index=index, module_state=state, step=step, layouts=layouts)
@@ -196,7 +203,7 @@ class StepEngine:
         """
         paths = [leaf.path for leaf in prepared.layout.tensors]
         leaves = [(path, leaf) for path, leaf in zip(paths, batch, strict=True) if leaf is not None]
-        self._check_agreement(prepared.call, prepared.layout, leaves, prepared.index, prepared.module_state)
+        check_agreement(self.context, prepared.call, prepared.layout, leaves, prepared.index, prepared.module_state)
 
     def execute(
         self, call: StepCall, batch: Any, counters: Mapping[str, int], around: Around = contextlib.nullcontext
@@ -247,9 +254,9 @@ class StepEngine:
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
-        self._check_agreement(call, layout, leaves, index, state)
+        check_agreement(self.context, call, layout, leaves, index, state)
         if index == len(known):
-            self._check_shared_rows(call, layout, leaves)
+            check_shared_rows(self.context, call, layout, leaves)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 
@@ -296,45 +303,6 @@ class StepEngine:
                     "configure_model"
                 )
 
-    def _check_agreement(
-        self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]], variant: int, state: Any
-    ) -> None:
-        if call.local:
-            batch = f"{layout} in {layout.structure}"
-            mine = StepIdentity(
-                name=call.name, batch=batch, shapes={}, values={}, variant=variant, module_state=repr(state)
-            )
-            check_same_call(self.context.control, mine)
-            if layout.refused:
-                raise CaptureError(f"{call.name}: {layout.refused}")
-            return
-        batched = {leaf.path for leaf in layout.leaves if leaf.batched}
-        values = {path: digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
-        values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
-        check_same_step(
-            self.context.control,
-            StepIdentity(
-                name=call.name,
-                batch=str(layout),
-                shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
-                values=values,
-                variant=variant,
-                module_state=repr(state),
-            ),
-        )
-
-    def _check_shared_rows(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
-        """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
-
-        What a module hands to the next carries a gradient; it may differ in the last bit.
-        """
-        mesh = self.context.mesh
-        if mesh.device_mesh.size() == mesh.data_parallel_size:
-            return
-        batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
-        digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
-        check_same_rows(self.context.control, mesh.data_parallel_rank, digests)
-
     def _capture(
         self,
         call: StepCall,
@@ -345,6 +313,36 @@ class StepEngine:
         known: list[Variant],
     ) -> Variant:
         counts = self._say_capture(call, layout, known)
+        request = self.request(call, layout, leaves, rebuild, counters)
+        try:
+            step = build_step(request, self.context, waiting := self._waiting(call))
+        except AutoParallelError:
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
+        if self.deferred.active and call.training:
+            step = replace(step, report=replace(step.report, notes=(*step.report.notes, self.deferred.note())))
+        self.reports[call.name] = step.report
+        state = request.state
+        assert state is not None
+        others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
+        lies = [waiting.get(name) or self._layout_of(name) for name in request.parameters]
+        return Variant(step=step, state=state, effects=request.effects, layouts=(*lies, *others))
+
+    def request(
+        self,
+        call: StepCall,
+        layout: BatchLayout,
+        leaves: Sequence[tuple[str, Any]],
+        rebuild: Callable[[list[Any]], Any],
+        counters: Mapping[str, int],
+    ) -> StepRequest:
+        """What is to be captured: ``call`` on a batch like this one.
+
+        Raises:
+            CaptureError: the batch cannot be divided into rows.
+        """
         self._check_batch(call, leaves, rebuild)
         watcher = Watcher({**counters, **static_leaves(leaves)})
         state = StepState(self.module, watcher, self._numbers.get(call.name, frozenset()))
@@ -358,7 +356,7 @@ class StepEngine:
             return output
 
         parameters, buffers = named_state(self.module, call.path)
-        request = StepRequest(
+        return StepRequest(
             name=call.name,
             module=self.module,
             run=run,
@@ -376,19 +374,6 @@ class StepEngine:
             notice=self.context.warn,
             edges=self._edges(),
         )
-        try:
-            step = build_step(request, self.context, waiting := self._waiting(call))
-        except AutoParallelError:
-            raise
-        except Exception as error:
-            raise StepFailedError(f"{type(error).__name__}: {error}") from error
-        self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
-        if self.deferred.active and call.training:
-            step = replace(step, report=replace(step.report, notes=(*step.report.notes, self.deferred.note())))
-        self.reports[call.name] = step.report
-        others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
-        lies = [waiting.get(name) or self._layout_of(name) for name in request.parameters]
-        return Variant(step=step, state=state, effects=effects, layouts=(*lies, *others))
 
     def _check_batch(
         self, call: StepCall, leaves: Sequence[tuple[str, Any]], rebuild: Callable[[list[Any]], Any]
@@ -413,7 +398,7 @@ class StepEngine:
 
     def _edges(self) -> tuple[tuple[str, str], ...]:
         """Where rules pin values at the edges of modules, on axes that the mesh has."""
-        plan, mesh = self.context.config.plan, self.context.mesh
+        plan, mesh = self.context.plan, self.context.mesh
         edges = tuple((rule.kind, rule.pattern) for rule in plan.rules if rule.is_edge)
         check_edges(self.module, edges)
         active = mesh.active(mesh.spec.names)

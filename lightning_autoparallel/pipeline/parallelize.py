@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture import NoEffects, Watcher, flatten_batch
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec, check_is_found
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine
+from lightning_autoparallel.pipeline.found_plan import find_plan
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.traced import TracedCalls, call_traced
 
@@ -110,7 +111,6 @@ def parallelize(
         bucket_mb=bucket_mb,
         decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
     )
-    check_is_found(config.plan)
     check_disabled(config.disabled_passes, all_passes())
     if compile:
         check_compiler(target.type)
@@ -121,7 +121,9 @@ def parallelize(
     engine.shard_parameters()
     parallel = ParallelModule(module, engine)
     local = _local_sample((sample_args, {}), built.data_parallel_size, target)
-    engine.prepare(parallel._call(parallel._trains()), local, {})
+    call = parallel._call(parallel._trains())
+    find_plan(engine, call, local, {}, tuple)
+    engine.prepare(call, local, {})
     return parallel
 
 

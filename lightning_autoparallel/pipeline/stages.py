@@ -14,7 +14,7 @@ from lightning_autoparallel.apply import UnreducedLayout, lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.compile import lower_partitioned, partition_graph, specialize_partitioned
-from lightning_autoparallel.config import AUTO, EngineConfig
+from lightning_autoparallel.config import EngineConfig, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     CompiledStep,
@@ -41,6 +41,7 @@ from lightning_autoparallel.passes import (
     split_passes,
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.same_order import check_same_order, check_same_start, difference_between_ranks
 from lightning_autoparallel.pipeline.summary import make_report
@@ -66,6 +67,12 @@ class StageContext:
     warn: Callable[[str], None]
     progress: Progress = field(default=lambda graph, stage, seconds: None)
     told: set[str] = field(default_factory=set)
+    found: FoundPlan = field(default_factory=FoundPlan)
+
+    @property
+    def plan(self) -> PlanSpec:
+        """What steps are placed by: the configured plan, or what stands in the place of ``auto``."""
+        return self.found.in_force(self.config.plan, self.mesh)
 
     def warn_once(self, message: str) -> None:
         """Warn, unless this was said of another graph."""
@@ -122,7 +129,7 @@ def finish_step(
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
-        spec = plan.found or context.config.plan
+        spec = plan.found or context.plan
         artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh))
     with clock("compile"):
         # Until here no rank's graph tells which rank it is of.
@@ -270,12 +277,12 @@ def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> t
 
 def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     """The plan of the file that the plan was read from, if that was made for this step; else a new one."""
-    spec = context.config.plan
+    spec = context.plan
     document = read_plan(spec.file) if spec.file is not None else None
     if document is not None and document["graph"] == captured.name:
         return restore_plan(document, captured, spec, context.mesh)
-    costs = cost_model(context.config, context.mesh, context.control) if spec.base == AUTO else None
-    return make_plan(captured, spec, context.mesh, context.warn, costs=costs)
+    found = context.found.plan_of(captured, context.config.plan, context.mesh)
+    return found or make_plan(captured, spec, context.mesh, context.warn)
 
 
 def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:

@@ -1,7 +1,17 @@
 """Choose a placement for every node; see README.md."""
 
+from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.fingerprint import fingerprint_lines, first_difference
 from lightning_autoparallel.plan.named import make_plan
-from lightning_autoparallel.plan.store import plan_document, read_plan, restore_plan
+from lightning_autoparallel.plan.store import is_of_graph, plan_document, read_plan, restore_plan
 
-__all__ = ["fingerprint_lines", "first_difference", "make_plan", "plan_document", "read_plan", "restore_plan"]
+__all__ = [
+    "fingerprint_lines",
+    "first_difference",
+    "first_spec",
+    "is_of_graph",
+    "make_plan",
+    "plan_document",
+    "read_plan",
+    "restore_plan",
+]

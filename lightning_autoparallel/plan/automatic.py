@@ -15,6 +15,7 @@ from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
@@ -56,6 +57,17 @@ def find_axis(
     solution = solve(choices.problem())
     chosen = choices.chosen(solution.taken) if fixed is None else fixed
     return FoundAxis(choices=chosen, parameters=choices.lying(solution.taken), note=_note(axis, solution))
+
+
+def first_spec(spec: PlanSpec, mesh: ParallelMesh) -> PlanSpec:
+    """Where parameters lie until a plan is found: in shards over all ranks, and steps compute with whole ones."""
+    named = spec.axes()
+    others = [name for name in mesh.active(mesh.spec.names) if name not in mesh.data_parallel_axes]
+    whole = {name: "R" for name in others if name not in named}
+    stored = {name: "S(0)" for name in mesh.active(mesh.spec.names) if name not in named}
+    rules = [_rule("", "*", whole)] if whole else []
+    rules += [_rule(f"{STORED}:", "*", stored)] if stored else []
+    return PlanSpec(base=BASE, rules=(*rules, *spec.rules))
 
 
 def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], found: Mapping[str, Lying]) -> PlanSpec:

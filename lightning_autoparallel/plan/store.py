@@ -40,6 +40,12 @@ def plan_document(captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, m
     }
 
 
+def is_of_graph(document: Mapping[str, Any], captured: CapturedGraph) -> bool:
+    """Whether the document's plan was made for this very graph."""
+    nodes = [node for node in captured.graph_module.graph.nodes if node.op != "output"]
+    return bool(document["graph"] == captured.name and document["fingerprint"] == _fingerprint(nodes))
+
+
 def _node_entry(node: fx.Node, placement: NodePlacement) -> dict[str, Any]:
     return {
         "at": fxn.describe(node),

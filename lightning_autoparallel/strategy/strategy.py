@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_autoparallel.apply import rebind, shared_state, whole_state
 from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, state_bytes
 from lightning_autoparallel.compile import check_compiler
-from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec, check_is_found
+from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.lightning_compat import (
@@ -63,8 +63,8 @@ class AutoParallelStrategy(SavingStrategy):
         mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1.
         plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
             ``dp_shard`` only, ``"ddp"`` replicates them; ``{"base": ..., "rules": {...}}`` adds rules for other axes;
-            the name of a ``.json`` file is a plan that was dumped. ``"auto"``, for the subcommand ``plan`` alone,
-            finds what rules would say.
+            the name of a ``.json`` file is a plan that was dumped. ``"auto"`` finds at the first training step where
+            parameters lie and how everything is computed; rules may say part of it.
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
@@ -212,10 +212,6 @@ class AutoParallelStrategy(SavingStrategy):
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        check_is_found(self.config.plan)
-        super()._configure_launcher()
-
     def setup_environment(self) -> None:
         """Start the process group and build the mesh."""
         if self.config.compile:
@@ -237,7 +233,7 @@ class AutoParallelStrategy(SavingStrategy):
             engine.shard_copies(trainer.callbacks)  # type: ignore[attr-defined]
         for optimizer in self._held_optimizers(trainer):
             rebind(optimizer, engine.replacements, shared_state)
-        self._steps = LightningSteps(module, trainer, engine, self.capture)
+        self._steps = LightningSteps(module, trainer, engine, self.capture, partial(self._all_optimizers, trainer))
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
         self._while_set_up.enter_context(joined_over_rows(self.mesh))

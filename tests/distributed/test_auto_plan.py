@@ -63,9 +63,9 @@ def find(mesh: Mapping[str, int], folder: Path) -> PlanSpec:
     return PlanSpec.parse(str(folder / "training_step" / "plan.json"))
 
 
-def fit(mesh: Mapping[str, int], file: str) -> Any:
+def fit(mesh: Mapping[str, int], plan: str) -> Any:
     class Planned(Found):
-        strategy: ClassVar[Mapping[str, Any]] = {"plan": file}
+        strategy: ClassVar[Mapping[str, Any]] = {"plan": plan, "hardware": dict(SLOW_MEMORY)}
 
     return train(Planned, mesh, math.prod(mesh.values()))
 
@@ -81,3 +81,19 @@ def test_what_is_found_trains_as_one_device(mesh: Mapping[str, int], worlds: Wor
     assert any("layers.*" in key for key in cut), spec.rules
     ranks = math.prod(mesh.values())
     assert_equals_one_device(worlds(ranks).run(fit, mesh, spec.file), train(Found, None))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp_shard": 2, "tp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.matrix),
+        pytest.param({"dp_shard": 2}, marks=pytest.mark.matrix),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.matrix),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.matrix),
+    ],
+    ids=lambda mesh: "x".join(mesh),
+)
+def test_a_training_finds_its_plan_at_the_first_step(mesh: Mapping[str, int], worlds: Worlds) -> None:
+    """After the evaluation before it, for which parameters lay elsewhere."""
+    assert_equals_one_device(worlds(math.prod(mesh.values())).run(fit, mesh, "auto"), train(Found, None))

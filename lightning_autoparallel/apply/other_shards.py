@@ -1,0 +1,49 @@
+"""Parameters in shards -> the same parameters in other shards, and with them whatever is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_autoparallel.apply.params import ParameterLayout
+from lightning_autoparallel.torch_compat.other_spec import take_shards
+from lightning_autoparallel.torch_compat.tree import tree_map
+
+
+@torch.no_grad()
+def lie_anew(
+    modules: Iterable[nn.Module], layouts: Mapping[str, ParameterLayout], optimizers: Iterable[Optimizer]
+) -> None:
+    """Move every parameter of ``modules``, which are named alike, into the shards of its layout; every rank calls it.
+
+    Parameters stay the objects that they are. Their gradients, and what ``optimizers`` keep in their shape, follow. One
+    parameter is whole at a time.
+    """
+    places: dict[int, ParameterLayout] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor) and id(parameter) not in places:
+                places[id(parameter)] = layouts[name]
+                take_shards(parameter, _in_shards(parameter, layouts[name]))
+                if isinstance(parameter.grad, DTensor):
+                    take_shards(parameter.grad, _in_shards(parameter.grad, layouts[name]))
+    for optimizer in optimizers:
+        for trained, state in optimizer.state.items():
+            if id(trained) in places:
+                follow = partial(_follow, trained.shape, places[id(trained)])
+                state.update({key: tree_map(follow, value) for key, value in state.items()})
+
+
+def _follow(shape: torch.Size, layout: ParameterLayout, kept: Any) -> Any:
+    return _in_shards(kept, layout) if isinstance(kept, DTensor) and kept.shape == shape else kept
+
+
+def _in_shards(value: DTensor, layout: ParameterLayout) -> DTensor:
+    whole: Tensor = value.full_tensor()
+    return layout.distribute(layout.shard_of(whole))

@@ -1,0 +1,76 @@
+"""What ranks compare before a call is captured or runs: the call, its batch, and the rows that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_autoparallel.capture import BatchLayout
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.fx.values import digest
+from lightning_autoparallel.pipeline.agreement import (
+    StepIdentity,
+    check_same_call,
+    check_same_rows,
+    check_same_step,
+)
+from lightning_autoparallel.pipeline.stages import StageContext
+from lightning_autoparallel.pipeline.step_calls import StepCall
+
+
+def check_agreement(
+    context: StageContext,
+    call: StepCall,
+    layout: BatchLayout,
+    leaves: Sequence[tuple[str, Any]],
+    variant: int,
+    state: Any,
+) -> None:
+    """Whether every rank is about to run variant number ``variant`` of a call, on a batch of one kind.
+
+    Raises:
+        AutoParallelError: on all ranks, if one is not.
+    """
+    if call.local:
+        batch = f"{layout} in {layout.structure}"
+        mine = StepIdentity(
+            name=call.name, batch=batch, shapes={}, values={}, variant=variant, module_state=repr(state)
+        )
+        check_same_call(context.control, mine)
+        if layout.refused:
+            raise CaptureError(f"{call.name}: {layout.refused}")
+        return
+    batched = {leaf.path for leaf in layout.leaves if leaf.batched}
+    values = {path: digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
+    values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
+    check_same_step(
+        context.control,
+        StepIdentity(
+            name=call.name,
+            batch=str(layout),
+            shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
+            values=values,
+            variant=variant,
+            module_state=repr(state),
+        ),
+    )
+
+
+def check_shared_rows(
+    context: StageContext, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]
+) -> None:
+    """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
+
+    What a module hands to the next carries a gradient; it may differ in the last bit.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    mesh = context.mesh
+    if mesh.device_mesh.size() == mesh.data_parallel_size:
+        return
+    batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
+    digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
+    check_same_rows(context.control, mesh.data_parallel_rank, digests)
