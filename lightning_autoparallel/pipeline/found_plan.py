@@ -94,8 +94,11 @@ def _found(captured: CapturedGraph, context: StageContext) -> tuple[PlanSpec, Ma
             plan = make_plan(captured, context.config.plan, context.mesh, context.warn, costs=costs)
             assert plan.found is not None
             found = plan.found, plan_document(captured, plan, plan.found, context.mesh), plan.notes
-        except Exception as caught:  # raised again below, once every rank knows
-            error = caught
+        except AutoParallelError as ours:
+            error = ours
+        except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan
+            error = AutoParallelError(f"plan 'auto' failed ({type(other).__name__}: {other}): name a plan instead")
+            error.__cause__ = other
     context.control.raise_together(error)
     spec, document, notes = context.control.gather(found)[0]
     return spec, document, notes

@@ -131,7 +131,10 @@ class _Ways:
     def _stored_dims(
         self, shape: tuple[int, ...], computed: Placement, axes: Sequence[PlanAxis]
     ) -> dict[str, int] | None:
-        """The dim that each of the axes cuts: the first, and where that does not divide by all of them another one."""
+        """The dim that each of the axes cuts: the first, and where that does not divide by all of them another one.
+
+        Where several axes cut, it is none that steps compute with a part of (``parameter_storage._with_shard``).
+        """
         if not shape:
             return None if axes else {}
         found: dict[str, int] = {}
@@ -139,7 +142,9 @@ class _Ways:
         if is_shard(computed):
             parts[dim_of(computed)] = self._axis.size
         for axis in axes:
-            dims = [dim for dim, size in enumerate(shape) if size and size % (parts[dim] * axis.size) == 0]
+            taken = dim_of(computed) if is_shard(computed) and len(axes) > 1 else None
+            even = [dim for dim, size in enumerate(shape) if size and size % (parts[dim] * axis.size) == 0]
+            dims = [dim for dim in even if dim != taken]
             if not dims:
                 return None
             found[axis.name] = dims[0]
@@ -165,7 +170,8 @@ class _Ways:
         is_trained: bool,
     ) -> Lying:
         own = self._axis.size if is_shard(computed) else 1
-        cutting = [axis for axis in (*self._batch_axes, self._axis) if axis.name in stored]
+        own_axis = [] if self._axis.shards_batch else [self._axis]
+        cutting = [axis for axis in (*self._batch_axes, *own_axis) if axis.name in stored]
         kept_bytes = size_bytes / own / math.prod(axis.size for axis in cutting)
         gathered_us = self._moving_us("all_gather", used_bytes / own, cutting)
         reduced_us = self._reduced_us(size_bytes / own, stored, end) if is_trained else 0.0

@@ -21,6 +21,7 @@ from lightning_autoparallel.fx.placements import (
     placement_text,
     shard,
 )
+from lightning_autoparallel.torch_compat.sharding import StridedShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +104,15 @@ def _place(
     named = [rule_placement(_of_kind(spec, "parameter"), name, shape, axis) for axis in axes]
     placements: list[Placement] = [Replicate() if found is None else found[0] for found in named]
     order = next((found[1].order for found in named if found is not None), ())
+    computed = [position for position, placement in enumerate(placements) if is_shard(placement)]
+    # What steps compute with is cut first, unless rules say otherwise: a gather then gives it in one piece.
+    order = (*order, *(axes[i].mesh_axes[-1] for i in computed if axes[i].mesh_axes[-1] not in order))
     for position, dim in _stored_dims(spec, name, shape, axes, placements).items():
         placements = _with_shard(placements, position, dim, shape, axes, order, name, warn)
     cuts = explicit(tuple(placements), axes)
-    computed = tuple(
-        cut if found is not None and is_shard(found[0]) else Replicate() for cut, found in zip(cuts, named, strict=True)
-    )
-    return ParameterPlacement(storage=tuple(placements), compute=computed)
+    whole: list[Placement] = [Replicate()] * len(axes)
+    compute = tuple(cuts[i] if i in computed else whole[i] for i in range(len(axes)))
+    return ParameterPlacement(storage=tuple(placements), compute=compute)
 
 
 def _of_kind(spec: PlanSpec, kind: str) -> list[PlanRule]:
@@ -165,8 +168,10 @@ def _with_shard(
     cutting = [i for i, placement in enumerate(placements) if is_shard(placement) and dim_of(placement) == dim]
     if not cutting:
         return [shard(dim) if i == position else placement for i, placement in enumerate(placements)]
-    if shape[dim] % (size * math.prod(axes[i].size for i in cutting)) == 0:
-        nested = nested_shards(dim, _cut_first([*cutting, position], axes, order), axes)
+    nested = nested_shards(dim, _cut_first([*cutting, position], axes, order), axes)
+    is_even = shape[dim] % (size * math.prod(axes[i].size for i in cutting)) == 0
+    # DTensor cannot gather what two axes of three cut in blocks of one dim.
+    if is_even and sum(isinstance(cut, StridedShard) for cut in nested) < 2:
         return [cut if is_shard(cut) else placement for cut, placement in zip(nested, placements, strict=True)]
     cut_dims = {dim_of(placement) for placement in placements if is_shard(placement)}
     even = next((other for other in range(len(shape)) if other not in cut_dims and shape[other] % size == 0), None)
