@@ -13,6 +13,7 @@ from torch import fx
 from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.mesh import ParallelMesh
@@ -49,6 +50,7 @@ def find_axis(
     Raises:
         InfeasiblePlanError: none goes together, or none leaves what stays on a rank in ``room_bytes``.
     """
+    _check_room(free, room_bytes)
     group = costs.groups[axis.group_name]
     times = AxisTimes(problem.graph, axis.size, problem.cut_already, group, costs.hardware)
     pins = {node: pin for node, pin in problem.pins.items() if node not in free}
@@ -57,6 +59,26 @@ def find_axis(
     solution = solve(choices.problem())
     chosen = choices.chosen(solution.taken) if fixed is None else fixed
     return FoundAxis(choices=chosen, parameters=choices.lying(solution.taken), note=_note(axis, solution))
+
+
+def _check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None:
+    """Whether parameters fit however they lie.
+
+    Raises:
+        InfeasiblePlanError: they do not.
+    """
+    least = {parameter.name: min(way.size_bytes for way in parameter.ways) for parameter in free.values()}
+    if (total := sum(least.values())) <= room_bytes:
+        return
+    kinds: Counter[str] = Counter()
+    for name, size in least.items():
+        kinds[fxn.kind_of(name)] += int(size)
+    most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(3))
+    raise InfeasiblePlanError(
+        f"no plan fits: parameters, their gradients and two moments take at least {total / 2**30:.3g} GiB on a rank, "
+        f"shared out over all that divide them, and there is room for {room_bytes / 2**30:.3g} (most take {most}): "
+        f"{math.ceil(total / room_bytes)} times more ranks on dp_shard would hold them, or a larger memory_budget_gib"
+    )
 
 
 def first_spec(spec: PlanSpec, mesh: ParallelMesh) -> PlanSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,6 +91,7 @@ class _Planning:
     hardware: PlacementRates
     warn: Warn
     costs: CostModel | None
+    room_bytes: float
 
     @property
     def rules(self) -> tuple[PlanRule, ...]:
@@ -104,8 +106,11 @@ def make_plan(
     warn: Warn,
     hardware: PlacementRates = GENERIC,
     costs: CostModel | None = None,
+    room_bytes: float = math.inf,
 ) -> ShardingPlan:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
+
+    Of what it finds, parameters with their gradients and AdamW's moments have ``room_bytes`` on a rank.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -125,6 +130,7 @@ def make_plan(
         hardware=hardware,
         warn=warn,
         costs=costs if spec.base == AUTO else None,
+        room_bytes=room_bytes,
     )
     solved, found = _solve_axes(planning)
     if found is not None:
@@ -192,7 +198,7 @@ def _find(
     batch = [other for other in planning.axes if other.shards_batch]
     free = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
     free = allowed_ways(free, planning.rules, planning.axes)
-    found = find_axis(_axis_problem(planning, axis, position, others), axis, free, costs, fixed)
+    found = find_axis(_axis_problem(planning, axis, position, others), axis, free, costs, fixed, planning.room_bytes)
     return _Found(axis=found, rules=found_spec(planning.spec, axis, batch, found.parameters))
 
 

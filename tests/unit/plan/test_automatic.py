@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, fx, nn
 
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
-from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.plan import automatic, make_plan, plan_document, read_plan, restore_plan
+from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.problem import Problem
-from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
 from tests.support.slow_memory import SLOW_MEMORY
 from tests.unit._graphs import captured
 
 MESH = {"dp_shard": 2, "tp": 2}
+SLOW_LINKS = {**SLOW_MEMORY, "memory_gb_per_s": 1e3, "intra_node": {"bandwidth_gb_per_s": 1e-3}}
 MEGATRON = {"*.up.weight": {"tp": "S(0)"}, "*.up.bias": {"tp": "S(0)"}, "*.down.weight": {"tp": "S(1)"}}
 
 
@@ -154,6 +155,36 @@ def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path) -> None:
     assert by_rules.parameters == plan.parameters, "the rules alone place parameters so, for other steps"
 
 
-def test_training_is_told_where_plans_are_found() -> None:
-    with pytest.raises(ConfigError, match=r"plan .auto. is found before training.*--dump FOLDER"):
-        Trainer(strategy=AutoParallelStrategy(plan="auto"), accelerator="cpu", devices=1, logger=False)
+def test_before_a_plan_is_found_parameters_lie_over_all_ranks(fake_mesh) -> None:
+    mesh = fake_mesh(**MESH)
+    rules = {rule.key: dict(rule.placements) for rule in first_spec(PlanSpec.parse("auto"), mesh).rules}
+    assert rules == {"*": {"tp": "R"}, "stored:*": {"dp_shard": "S(0)", "tp": "S(0)"}}
+    mine = PlanSpec.parse({"base": "auto", "rules": {"*.up.weight": {"tp": "S(0)"}}})
+    kept = {rule.key: dict(rule.placements) for rule in first_spec(mine, mesh).rules}
+    assert kept == {"stored:*": {"dp_shard": "S(0)"}, "*.up.weight": {"tp": "S(0)"}}
+
+
+def kept_bytes(graph: CapturedGraph, plan: ShardingPlan) -> float:
+    """Of parameters, their gradients and two moments on one rank."""
+    nodes = graph.graph_module.graph.find_nodes(op="placeholder")
+    total = 0.0
+    for node, item in zip(nodes, graph.inputs, strict=True):
+        if item.kind == "parameter":
+            cuts = [a.size for p, a in zip(plan.parameters[item.name], plan.axes, strict=True) if is_shard(p)]
+            total += 4 * node.meta["val"].numel() * 4 / math.prod(cuts)
+    return total
+
+
+def test_what_stays_on_a_rank_has_room(fake_mesh) -> None:
+    """Over slow links much room leaves parameters whole, as data parallelism has them; less has ranks share them."""
+    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=4)
+    mesh = fake_mesh(dp_replicate=2, dp_shard=2)
+    plans = {
+        room: make_plan(graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), room_bytes=room)
+        for room in (math.inf, 7e4, 4e4)
+    }
+    whole = kept_bytes(graph, plans[math.inf])
+    assert {placement_text(p) for placements in plans[math.inf].parameters.values() for p in placements} == {"R"}
+    assert whole > 7e4 >= kept_bytes(graph, plans[7e4]) > 4e4 >= kept_bytes(graph, plans[4e4]) > 0
+    with pytest.raises(InfeasiblePlanError, match=r"no plan .* at least .* GiB .* more ranks"):
+        make_plan(graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), room_bytes=whole / 5)

@@ -83,3 +83,40 @@ def test_what_cannot_be_cut_twice_is_cut_elsewhere_or_stays_whole():
 def test_rules_that_do_not_fit(rules, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         placed(rules)
+
+
+WQ, NORM = "layers.0.attention.wq.weight", "norm.weight"
+
+
+def test_what_is_computed_whole_may_lie_in_shards_of_every_axis():
+    plan = placed({"stored:*.weight": {"tp": "S(0)"}}, shapes={WQ: (16, 8)})
+    assert plan[WQ].storage == (S(0), S(0)) and plan[WQ].compute == (R, R)
+
+
+def test_a_parameter_may_lie_whole_where_the_base_plan_shards():
+    plan = placed({"stored:norm.*": {"dp_shard": "R"}})
+    assert plan[NORM].storage == (R, R)
+    assert plan[WQ].storage == (S(0), R)
+
+
+def test_stored_rules_choose_the_dim_and_among_replicas():
+    plan = {"base": "ddp", "rules": {"*.wq.weight": {"tp": "S(0)"}, "stored:*.wq.weight": {"dp_shard": "S(1)"}}}
+    assert placed(plan, axes=(REPLICAS, DP, TP), shapes={WQ: (16, 8)})[WQ].storage == (R, S(1), S(0))
+
+
+def test_two_axes_do_not_cut_inside_of_what_a_third_computes_with():
+    """DTensor could not gather that: the first does, the other takes another dim or leaves it whole."""
+    two = PlanAxis(mesh_axes=("dp_replicate",), size=2, rank=0, group_name="replicas")
+    rules = {"*": {"tp": "S(1)"}, "stored:*": {"dp_replicate": "S(1)", "dp_shard": "S(1)"}}
+    shapes = {"a": (3, 32), "b": (4, 32)}
+    told: list[str] = []
+    plan = placed(rules, axes=(two, DP, TP), shapes=shapes, warn=told.append)
+    assert plan["a"].storage == (S(1, 2), R, S(1)) and plan["a"].compute == (R, R, S(1))
+    assert plan["b"].storage == (S(1, 2), S(0), S(1))
+    assert len(told) == 1 and "parameter 'a' of shape [3, 32] stays whole over dp_shard" in told[0]
+
+
+def test_a_stored_rule_that_contradicts_what_is_computed_with():
+    rules = {"*.wq.weight": {"tp": "S(0)"}, "stored:*.wq.weight": {"tp": "S(1)"}}
+    with pytest.raises(ConfigError, match=r"rule 'stored:.*' has .* lie as S\(1\) on tp, but another rule .* S\(0\)"):
+        placed(rules)
