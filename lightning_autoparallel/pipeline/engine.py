@@ -60,6 +60,7 @@ from lightning_autoparallel.errors import (
 from lightning_autoparallel.pipeline.agreed_calls import check_agreement, check_shared_rows
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
+from lightning_autoparallel.pipeline.found_plan import find_plan
 from lightning_autoparallel.pipeline.local_calls import (
     call_state,
     named_state,
@@ -93,6 +94,8 @@ class StepEngine:
     reports: dict[str, PlanReport] = field(default_factory=dict)
     replacements: Replacements = field(default_factory=Replacements)
     deferred: DeferredGradients = field(init=False)
+    optimizers: Callable[[], Iterable[Optimizer]] = tuple  # what keeps state of the parameters
+    placed: Callable[[], None] = lambda: None  # called when parameters lie elsewhere than before
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
     backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
@@ -143,13 +146,14 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         return parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
 
-    def place_anew(self, optimizers: Iterable[Optimizer]) -> None:
+    def _place_anew(self) -> None:
         """Move parameters, and what is kept of them, to where the plan has them now; nothing is captured any more."""
         self.forget_captures()
         if any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
             self.layouts = self._planned_layouts()
-            lie_anew([self.module, *self._copies], self.layouts, optimizers)
+            lie_anew([self.module, *self._copies], self.layouts, self.optimizers())
             self.deferred.place(self.layouts)
+        self.placed()
 
     def shard_copies(self, holders: Iterable[Any]) -> None:
         """Shard copies of the module that ``holders`` keep in their attributes, as it is sharded itself."""
@@ -257,6 +261,10 @@ class StepEngine:
         check_agreement(self.context, call, layout, leaves, index, state)
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
+            if self.context.found.is_due(self.context, call):
+                find_plan(self.context, self.request(call, layout, leaves, rebuild, counters))
+                self._place_anew()
+                return self._variant(call, layout, leaves, rebuild, counters)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
         return known[index]
 

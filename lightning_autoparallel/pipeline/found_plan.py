@@ -6,14 +6,13 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.optim import Optimizer
 
-from lightning_autoparallel.capture import capture_step, describe_batch, flatten_batch
+from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.errors import AutoParallelError, StepFailedError
@@ -22,7 +21,6 @@ from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, plan_document, restore_plan
 
 if TYPE_CHECKING:
-    from lightning_autoparallel.pipeline.engine import StepEngine
     from lightning_autoparallel.pipeline.stages import StageContext
     from lightning_autoparallel.pipeline.step_calls import StepCall
 
@@ -34,6 +32,11 @@ class FoundPlan:
     spec: PlanSpec | None = None
     document: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def is_due(self, context: StageContext, call: StepCall) -> bool:
+        """Whether a call that is about to be captured is the one that the plan is found for."""
+        is_open = self.spec is None and context.config.plan.base == AUTO
+        return is_open and call.training and not call.local and context.mesh.device_mesh.size() > 1
 
     def in_force(self, configured: PlanSpec, mesh: ParallelMesh) -> PlanSpec:
         """The plan that steps are made by: as configured, or for ``auto`` what stands in its place now."""
@@ -49,30 +52,17 @@ class FoundPlan:
         return ShardingPlan(**{**vars(plan), "name": configured.name, "found": self.spec, "notes": self.notes})
 
 
-def find_plan(
-    engine: StepEngine,
-    call: StepCall,
-    batch: Any,
-    counters: Mapping[str, int],
-    optimizers: Callable[[], Iterable[Optimizer]],
-) -> bool:
-    """Find the plan for ``call`` on batches like this one, and place parameters by it; every rank calls it alike.
-
-    Whether anything was to be found.
+def find_plan(context: StageContext, request: StepRequest) -> None:
+    """Find the plan for a step, where ranks have agreed that they are about to capture it; every rank calls it alike.
 
     Raises:
-        CaptureError: the call cannot be captured whole.
+        CaptureError: the step cannot be captured whole.
         InfeasiblePlanError: there is no plan.
     """
-    context = engine.context
-    if context.config.plan.base != AUTO or context.found.spec is not None:
-        return False
-    leaves, rebuild = flatten_batch(batch)
-    layout = describe_batch(leaves, engine.batch_dims)
-    error: Exception | None = None
+    error: AutoParallelError | None = None
     captured: CapturedGraph | None = None
     try:
-        captured = capture_step(engine.request(call, layout, leaves, rebuild, counters))
+        captured = capture_step(request)
     except AutoParallelError as ours:
         error = ours
     except Exception as other:
@@ -81,8 +71,6 @@ def find_plan(
     context.control.raise_together(error)
     assert captured is not None
     context.found.spec, context.found.document, context.found.notes = _found(captured, context)
-    engine.place_anew(optimizers())
-    return True
 
 
 def _found(captured: CapturedGraph, context: StageContext) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:

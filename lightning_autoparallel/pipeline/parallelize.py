@@ -20,7 +20,6 @@ from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine
-from lightning_autoparallel.pipeline.found_plan import find_plan
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.traced import TracedCalls, call_traced
 
@@ -121,9 +120,7 @@ def parallelize(
     engine.shard_parameters()
     parallel = ParallelModule(module, engine)
     local = _local_sample((sample_args, {}), built.data_parallel_size, target)
-    call = parallel._call(parallel._trains())
-    find_plan(engine, call, local, {}, tuple)
-    engine.prepare(call, local, {})
+    engine.prepare(parallel._call(parallel._trains()), local, {})
     return parallel
 
 

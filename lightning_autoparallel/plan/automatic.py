@@ -98,7 +98,7 @@ def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], f
     planned = [] if axis.shards_batch else [axis.name]
     computed = {name: {each: placement_text(lying.computed) for each in planned} for name, lying in found.items()}
     stored = {
-        name: {each: _stored_text(lying, each) for each in [*names, *planned] if each in names or _is_whole(lying)}
+        name: {**{each: _stored_text(lying, each) for each in [*names, *planned]}, **_cut(computed[name])}
         for name, lying in found.items()
     }
     alike = next(iter(stored.values()), {}) if len(set(map(_named, stored.values()))) == 1 else {}
@@ -106,8 +106,9 @@ def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], f
     return PlanSpec(base=BASE, rules=(*rules, *spec.rules))
 
 
-def _is_whole(lying: Lying) -> bool:
-    return lying.computed.is_replicate()
+def _cut(computed: Mapping[str, str]) -> dict[str, str]:
+    """The axes on which a parameter lies as it is computed with."""
+    return {axis: text for axis, text in computed.items() if text != "R"}
 
 
 def _stored_text(lying: Lying, axis: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFailedError, TooManyCapturesError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is_param_in_hook_signature, rank_zero_warn
 from lightning_autoparallel.pipeline import StepCall, StepEngine
-from lightning_autoparallel.pipeline.found_plan import find_plan
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
@@ -43,16 +42,8 @@ class LightningSteps:
     Python (``"forward"``).
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        trainer: Trainer,
-        engine: StepEngine,
-        capture: CaptureSpec,
-        optimizers: Callable[[], Iterable[Optimizer]],
-    ) -> None:
+    def __init__(self, module: LightningModule, trainer: Trainer, engine: StepEngine, capture: CaptureSpec) -> None:
         self._module, self._trainer, self._engine, self._capture = module, trainer, engine, capture
-        self._optimizers = optimizers
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self._logged_as: LoggedAs = {}
@@ -99,7 +90,6 @@ class LightningSteps:
         args = (batch, 0) if self._takes_index(name) else (batch,)
         self._engine.deferred.active = name == "training_step" and self._defers()
         try:
-            self._find_plan(name, args)
             return self._engine.prepare(self._call(name, args), batch, self._counters(args))
         except StepFailedError:
             raise
@@ -188,15 +178,7 @@ class LightningSteps:
             return loss
         return mean_over_shards(loss, self._engine.context.mesh)
 
-    def _find_plan(self, name: str, args: tuple[Any, ...]) -> None:
-        """Before the first whole training step, where the plan is to be found for it."""
-        if name == "training_step" and find_plan(
-            self._engine, self._call(name, args), args[0], self._counters(args), self._optimizers
-        ):
-            self.forget_captures()
-
     def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:
-        self._find_plan(name, args)
         counters = self._counters(args)
         call = dataclasses.replace(self._call(name, args), common=rows.common)
         ready = self._engine.ready(call, args[0], counters)  # nothing has run where this raises

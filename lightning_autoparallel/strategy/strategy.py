@@ -233,7 +233,8 @@ class AutoParallelStrategy(SavingStrategy):
             engine.shard_copies(trainer.callbacks)  # type: ignore[attr-defined]
         for optimizer in self._held_optimizers(trainer):
             rebind(optimizer, engine.replacements, shared_state)
-        self._steps = LightningSteps(module, trainer, engine, self.capture, partial(self._all_optimizers, trainer))
+        self._steps = LightningSteps(module, trainer, engine, self.capture)
+        engine.optimizers, engine.placed = partial(self._all_optimizers, trainer), self._steps.forget_captures
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
