@@ -255,12 +255,12 @@ def check_activation_checkpointing(policy: Any) -> None:
         return
     if isinstance(policy, str) and re.fullmatch(r"layer:[1-9]\d*", policy):
         return
-    if policy in CHECKPOINT_POLICIES:
+    if policy in (*CHECKPOINT_POLICIES, AUTO):
         return
     hint = did_you_mean(policy, [*CHECKPOINT_POLICIES, "layer:2"])
     raise ConfigError(
         f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, 'layer:N' "
-        f"(every Nth block), or give a function of a node{hint}"
+        f"(every Nth block), 'auto' (with plan 'auto': the least that fits), or give a function of a node{hint}"
     )
 
 
@@ -352,7 +352,7 @@ class EngineConfig:
 
     ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
-    for what is usual where the mesh runs.
+    for what is usual where the mesh runs. ``memory_budget_gib`` is what plan ``auto`` may use on a rank.
     """
 
     plan: PlanSpec = PlanSpec()
@@ -367,6 +367,7 @@ class EngineConfig:
     reduce_every_micro_batch: bool | str = "auto"
     hardware: str | Mapping[str, Any] | None = None
     ranks_per_node: int | None = None
+    memory_budget_gib: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_captures < 1:
@@ -385,3 +386,11 @@ class EngineConfig:
         if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
             raise ConfigError(f"ranks_per_node={ranks!r}: give a whole number, of at least one rank on a node")
         check_activation_checkpointing(self.activation_checkpointing)
+        if self.activation_checkpointing == AUTO and self.plan.base != AUTO:
+            raise ConfigError(
+                f"activation_checkpointing 'auto' goes with plan 'auto', which knows how much memory there is; with "
+                f"plan '{self.plan.name}' write {', '.join(map(repr, CHECKPOINT_POLICIES))} or 'layer:N'"
+            )
+        budget = self.memory_budget_gib
+        if budget is not None and not (isinstance(budget, (int, float)) and budget > 0):
+            raise ConfigError(f"memory_budget_gib={budget!r}: give a positive number of GiB that a rank may use")

@@ -67,7 +67,7 @@ from lightning_autoparallel.pipeline.local_calls import (
     records_gradients,
 )
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
-from lightning_autoparallel.pipeline.stages import StageContext, build_step
+from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_peak_bytes
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
     PreparedStep,
@@ -262,7 +262,9 @@ class StepEngine:
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
             if self.context.found.is_due(self.context, call):
-                find_plan(self.context, self.request(call, layout, leaves, rebuild, counters))
+                with _errors_of_the_step():
+                    request = self.request(call, layout, leaves, rebuild, counters)
+                    find_plan(self.context, request, step_peak_bytes)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters)
             known.append(self._capture(call, layout, leaves, rebuild, counters, known))
@@ -322,12 +324,8 @@ class StepEngine:
     ) -> Variant:
         counts = self._say_capture(call, layout, known)
         request = self.request(call, layout, leaves, rebuild, counters)
-        try:
+        with _errors_of_the_step():
             step = build_step(request, self.context, waiting := self._waiting(call))
-        except AutoParallelError:
-            raise
-        except Exception as error:
-            raise StepFailedError(f"{type(error).__name__}: {error}") from error
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         if self.deferred.active and call.training:
             step = replace(step, report=replace(step.report, notes=(*step.report.notes, self.deferred.note())))
@@ -481,6 +479,17 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
+
+
+@contextlib.contextmanager
+def _errors_of_the_step() -> Iterator[None]:
+    """What is raised inside and is not ours is what the step itself has raised."""
+    try:
+        yield
+    except AutoParallelError:
+        raise
+    except Exception as error:
+        raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
 
 def _decides(guard: Guard, variants: int, name: str) -> str:

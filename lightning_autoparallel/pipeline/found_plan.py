@@ -6,7 +6,8 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,11 @@ import torch.distributed as dist
 
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
-from lightning_autoparallel.errors import AutoParallelError, StepFailedError
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, ShardingPlan
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, plan_document, restore_plan
@@ -25,13 +29,23 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.step_calls import StepCall
 
 
+CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
+_USABLE = 0.9  # of a device's memory
+_COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a gradient is as large
+StepPeak = Callable[[CapturedGraph, ShardingPlan, "StageContext"], float]
+
+
 @dataclass
 class FoundPlan:
-    """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for."""
+    """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
+
+    ``policy`` is what its backward recomputes.
+    """
 
     spec: PlanSpec | None = None
     document: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    policy: str | CheckpointFunction | None = None
 
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""
@@ -52,34 +66,107 @@ class FoundPlan:
         return ShardingPlan(**{**vars(plan), "name": configured.name, "found": self.spec, "notes": self.notes})
 
 
-def find_plan(context: StageContext, request: StepRequest) -> None:
+def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: StepPeak) -> None:
     """Find the plan for a step, where ranks have agreed that they are about to capture it; every rank calls it alike.
+
+    What its activations take is known once it is planned: where that leaves less room for parameters than they have,
+    or recomputing more would leave more, it is planned again.
 
     Raises:
         CaptureError: the step cannot be captured whole.
-        InfeasiblePlanError: there is no plan.
+        InfeasiblePlanError: there is no plan that fits the memory of a rank.
     """
-    error: AutoParallelError | None = None
+    error: Exception | None = None
     captured: CapturedGraph | None = None
     try:
         captured = capture_step(request)
-    except AutoParallelError as ours:
-        error = ours
-    except Exception as other:
-        error = StepFailedError(f"{type(other).__name__}: {other}")
-        error.__cause__ = other
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
     context.control.raise_together(error)
     assert captured is not None
-    context.found.spec, context.found.document, context.found.notes = _found(captured, context)
-
-
-def _found(captured: CapturedGraph, context: StageContext) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
     costs = cost_model(context.config, context.mesh, context.control)
+    given = context.config.memory_budget_gib
+    budget = given * 2**30 if given is not None else _USABLE * costs.hardware.memory_bytes
+    policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
+    refused: list[str] = []
+    for policy in policies:
+        try:
+            _find_within(captured, context, costs, policy, budget, step_peak_bytes)
+            return
+        except InfeasiblePlanError as infeasible:
+            refused.append(f"with activation_checkpointing {policy!r}: {infeasible}")
+    context.found.spec = context.found.policy = None
+    raise InfeasiblePlanError("; ".join(refused))
+
+
+def _find_within(
+    captured: CapturedGraph,
+    context: StageContext,
+    costs: CostModel,
+    policy: str | CheckpointFunction,
+    budget_bytes: float,
+    step_peak_bytes: StepPeak,
+) -> None:
+    """The plan with this policy.
+
+    Raises:
+        InfeasiblePlanError: there is none that fits.
+    """
+    found, room_bytes = context.found, budget_bytes
+    found.policy = policy
+    while True:
+        found.spec, found.document, found.notes = _found(captured, context, costs, room_bytes)
+        plan = found.plan_of(captured, context.config.plan, context.mesh)
+        assert plan is not None
+        kept = kept_bytes(captured, plan)
+        if kept + _most_bytes(captured) <= budget_bytes:
+            return
+        peak = step_peak_bytes(captured, plan, context)
+        reserved = 1 + (costs.hardware.reserved_share or 0.0)
+        needed = (kept + peak) * reserved
+        if needed <= budget_bytes:
+            note = f"plan auto: {needed / 2**30:.3g} of {budget_bytes / 2**30:.3g} GiB on a rank, recomputing {policy}"
+            found.notes = (*found.notes, note)
+            return
+        if peak * reserved >= budget_bytes or room_bytes < 1:
+            raise InfeasiblePlanError(
+                f"activations, gradients and what is gathered take {peak * reserved / 2**30:.3g} GiB of a rank at the "
+                f"step's peak, of {budget_bytes / 2**30:.3g} that it may use: take fewer rows per rank "
+                "(accumulate_grad_batches), or have more recomputed"
+            )
+        # A little less than what is missing, so that it ends.
+        room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * 1.01
+
+
+def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:
+    """Of parameters, and of two moments of those that are trained, on one rank."""
+    trained = {item.name for item in captured.outputs if item.is_parameter_gradient}
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    total = 0.0
+    for node, item in zip(nodes, captured.inputs, strict=True):
+        if item.kind == "parameter":
+            pairs = zip(plan.parameters[item.name], plan.axes, strict=True)
+            parts = math.prod(axis.size for placement, axis in pairs if is_shard(placement))
+            total += fxn.size_bytes(node.meta["val"]) / parts * (_COPIES if item.name in trained else 1)
+    return total
+
+
+def _most_bytes(captured: CapturedGraph) -> float:
+    """More than a step can take: all that it ever makes, at once."""
+    nodes = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    made = [value for node in nodes if not fxn.is_getitem(node) for value in fxn.values(node) if value is not None]
+    return float(sum(map(fxn.size_bytes, made)))
+
+
+def _found(
+    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float
+) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
     error: Exception | None = None
     found: tuple[Any, ...] = ()
     if dist.get_rank() == 0:
         try:
-            plan = make_plan(captured, context.config.plan, context.mesh, context.warn, costs=costs)
+            asked, mesh = context.config.plan, context.mesh
+            plan = make_plan(captured, asked, mesh, context.warn, costs=costs, room_bytes=room_bytes)
             assert plan.found is not None
             found = plan.found, plan_document(captured, plan, plan.found, context.mesh), plan.notes
         except AutoParallelError as ours:

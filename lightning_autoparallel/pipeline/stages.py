@@ -14,9 +14,10 @@ from lightning_autoparallel.apply import UnreducedLayout, lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.compile import lower_partitioned, partition_graph, specialize_partitioned
-from lightning_autoparallel.config import EngineConfig, PlanSpec
+from lightning_autoparallel.config import AUTO, EngineConfig, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
+    CheckpointFunction,
     CompiledStep,
     GraphCallable,
     PartitionedGraph,
@@ -26,7 +27,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.memory import surroundings_of
+from lightning_autoparallel.cost.memory import predict_step_memory, surroundings_of
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
@@ -73,6 +74,12 @@ class StageContext:
     def plan(self) -> PlanSpec:
         """What steps are placed by: the configured plan, or what stands in the place of ``auto``."""
         return self.found.in_force(self.config.plan, self.mesh)
+
+    @property
+    def checkpointing(self) -> str | CheckpointFunction:
+        """What backwards recompute; ``auto`` has nothing recomputed where no plan is found."""
+        policy = self.config.activation_checkpointing
+        return "none" if policy == AUTO else policy
 
     def warn_once(self, message: str) -> None:
         """Warn, unless this was said of another graph."""
@@ -146,6 +153,17 @@ def finish_step(
     )
 
 
+def step_peak_bytes(captured: CapturedGraph, plan: ShardingPlan, context: StageContext) -> int:
+    """Bytes that a planned step takes at its peak beside parameters and optimizer state; every rank calls it.
+
+    Of its graphs as they are partitioned: what later passes move is not counted.
+    """
+    quiet = replace(context, config=replace(context.config, dump_dir=None))
+    sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
+    partitioned, _ = _partitioned(sharded, quiet, AxesByGroup(context.mesh), ArtifactWriter(None))
+    return predict_step_memory(partitioned).peak_bytes
+
+
 def _waiting(plan: ShardingPlan, captured: CapturedGraph, waiting: Mapping[str, UnreducedLayout]) -> ShardingPlan:
     """The plan with gradients that leave as they are before they are reduced."""
     outputs = [
@@ -201,7 +219,7 @@ def _rewritten(
 def _partitioned(
     sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
-    config = context.config
+    config, policy = context.config, context.found.policy or context.checkpointing
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
@@ -210,7 +228,6 @@ def _partitioned(
         artifacts,
         disabled=config.disabled_passes,
     )
-    policy = config.activation_checkpointing
     return partition_graph(sharded, config.reshard_after_forward, policy, context.warn_once), reports
 
 

@@ -71,7 +71,8 @@ class AutoParallelStrategy(SavingStrategy):
             matmul and the first residual sum of each block; blocks are repeated modules, found by their paths. A
             function is given a ``NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
             ``"prefer_recompute"``: save only what code outside the block reads. Regions of
-            ``torch.utils.checkpoint`` in the model stay as they are.
+            ``torch.utils.checkpoint`` in the model stay as they are. ``"auto"`` recomputes as little as has plan
+            ``"auto"`` fit the memory of a rank.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
         max_captures: how many kinds of batches and branches of a step are captured before it runs in forward mode, or,
             where ``capture="step"`` asks for whole steps only, is captured from the start again.
@@ -108,6 +109,7 @@ class AutoParallelStrategy(SavingStrategy):
             ``toggle_model(sync_grad=False)``) are reduced over the ranks. False: once, when the optimizer steps; on
             axes that shard a parameter every rank keeps its whole gradient until then. True: in every micro-batch.
             ``"auto"`` waits on the axes where the parameter is whole anyway, which costs no memory.
+        memory_budget_gib: what plan ``"auto"`` may use on a rank, predicted; nine tenths of the device's unless given.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -137,6 +139,7 @@ class AutoParallelStrategy(SavingStrategy):
         decompose_matmuls: str | dict[str, Any] = "auto",
         capture: str | dict[str, Any] = "auto",
         reduce_every_micro_batch: bool | Literal["auto"] = "auto",
+        memory_budget_gib: float | None = None,
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint, async_save)
@@ -152,6 +155,7 @@ class AutoParallelStrategy(SavingStrategy):
             decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
             hardware=hardware,
             reduce_every_micro_batch=reduce_every_micro_batch,
+            memory_budget_gib=memory_budget_gib,
         )
         if hardware is not None:
             hardware_from(hardware)
