@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
 _USABLE = 0.9  # of a device's memory
+_BY_PASSES = 1.05  # what buckets and what is fetched ahead add to a step's peak, at most where it was looked at
 _COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a gradient is as large
 StepPeak = Callable[[CapturedGraph, ShardingPlan, "StageContext"], float]
 
@@ -122,7 +123,7 @@ def _find_within(
         if kept + _most_bytes(captured) <= budget_bytes:
             return
         peak = step_peak_bytes(captured, plan, context)
-        reserved = 1 + (costs.hardware.reserved_share or 0.0)
+        reserved = _BY_PASSES * (1 + (costs.hardware.reserved_share or 0.0))
         needed = (kept + peak) * reserved
         if needed <= budget_bytes:
             note = f"plan auto: {needed / 2**30:.3g} of {budget_bytes / 2**30:.3g} GiB on a rank, recomputing {policy}"

@@ -100,6 +100,7 @@ def plan(
     dump_dir: str | None = None,
     hardware: str | dict[str, Any] | None = None,
     decompose_matmuls: str | dict[str, Any] = "auto",
+    memory_budget_gib: float | None = None,
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.
 
@@ -121,6 +122,7 @@ def plan(
         dump_dir: where to write graphs and the report.
         hardware: what times are predicted for.
         decompose_matmuls: as AutoParallelStrategy takes it.
+        memory_budget_gib: what plan ``"auto"`` may use on a rank.
 
     Raises:
         ConfigError: a process group is initialised, or an argument is wrong.
@@ -139,6 +141,7 @@ def plan(
         dump_dir=dump_dir,
         hardware=hardware,
         decompose_matmuls=decompose_matmuls,
+        memory_budget_gib=memory_budget_gib,
     )
     trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)
     return run_planning(trainer, module, _OneBatch(batch))

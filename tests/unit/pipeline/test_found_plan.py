@@ -1,0 +1,72 @@
+"""Plans that are found fit the memory of a rank, recompute what they must for it, and say why none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError
+from lightning_autoparallel.lightning_compat import LightningModule
+from lightning_autoparallel.strategy.planning import plan
+
+GIB = 2**30
+
+
+class Deep(LightningModule):
+    """Eight blocks of two wide products; their activations are larger than their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(8))
+        )
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def found(budget_gib: float, rows: int = 2**13, **options: Any) -> PlanReport:
+    with torch.device("meta"):
+        module = Deep()
+    given = {"mesh": {"dp_shard": 8}, "plan": "auto", "world_size": 8, "hardware": "h100", **options}
+    return plan(module, torch.zeros(rows, 512), memory_budget_gib=budget_gib, **given)
+
+
+def said(report: PlanReport) -> list[str]:
+    return [note for note in report.notes if "recomputing" in note]
+
+
+def test_where_memory_is_short_parameters_are_shared_out() -> None:
+    roomy, tight = found(80.0, rows=64), found(0.12, rows=64)
+    assert roomy.training_peak_bytes is not None and tight.training_peak_bytes is not None
+    assert tight.training_peak_bytes <= 0.12 * GIB < roomy.training_peak_bytes
+
+
+def test_as_little_is_recomputed_as_fits() -> None:
+    policies = []
+    for budget in (80.0, 0.9):
+        report = found(budget, activation_checkpointing="auto")
+        assert report.training_peak_bytes is not None and report.training_peak_bytes <= budget * GIB
+        policies += [note.rpartition(" ")[2] for note in said(report)] or ["none"]
+    assert policies == ["none", "selective"]
+
+
+def test_what_never_fits_says_what_would() -> None:
+    with pytest.raises(InfeasiblePlanError, match=r"no plan fits: .* at least 0.0.* GiB .* more ranks on dp_shard"):
+        found(0.01)
+    with pytest.raises(InfeasiblePlanError, match=r"'none': activations.*'full': .* GiB of a rank at the step's peak"):
+        found(0.2, activation_checkpointing="auto")
+
+
+def test_a_budget_is_a_number_and_auto_goes_with_auto() -> None:
+    with pytest.raises(ConfigError, match="memory_budget_gib=-1: give a positive number"):
+        found(-1)
+    with pytest.raises(ConfigError, match="activation_checkpointing 'auto' goes with plan 'auto'"):
+        found(80.0, plan="fsdp", activation_checkpointing="auto")
