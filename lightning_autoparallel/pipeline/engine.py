@@ -51,16 +51,14 @@ from lightning_autoparallel.capture import (
 )
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import (
-    AutoParallelError,
     CaptureError,
     ConfigError,
-    StepFailedError,
     TooManyCapturesError,
 )
 from lightning_autoparallel.pipeline.agreed_calls import check_agreement, check_shared_rows
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
-from lightning_autoparallel.pipeline.found_plan import find_plan
+from lightning_autoparallel.pipeline.found_plan import OverBudgetError, find_plan
 from lightning_autoparallel.pipeline.local_calls import (
     call_state,
     named_state,
@@ -74,6 +72,7 @@ from lightning_autoparallel.pipeline.step_calls import (
     StepCall,
     StepResult,
     Variant,
+    errors_of_the_step,
     static_leaves,
 )
 from lightning_autoparallel.plan.named import plan_axes
@@ -262,12 +261,16 @@ class StepEngine:
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
             if self.context.found.is_due(self.context, call):
-                with _errors_of_the_step():
+                with errors_of_the_step():
                     request = self.request(call, layout, leaves, rebuild, counters)
                     find_plan(self.context, request, step_peak_bytes)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters)
-            known.append(self._capture(call, layout, leaves, rebuild, counters, known))
+            try:
+                known.append(self._capture(call, layout, leaves, rebuild, counters, known))
+            except OverBudgetError as over:
+                self.context.found.reopen(over)
+                return self._variant(call, layout, leaves, rebuild, counters)
         return known[index]
 
     def _waiting(self, call: StepCall) -> dict[str, UnreducedLayout]:
@@ -324,7 +327,7 @@ class StepEngine:
     ) -> Variant:
         counts = self._say_capture(call, layout, known)
         request = self.request(call, layout, leaves, rebuild, counters)
-        with _errors_of_the_step():
+        with errors_of_the_step():
             step = build_step(request, self.context, waiting := self._waiting(call))
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         if self.deferred.active and call.training:
@@ -479,17 +482,6 @@ class StepEngine:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield
-
-
-@contextlib.contextmanager
-def _errors_of_the_step() -> Iterator[None]:
-    """What is raised inside and is not ours is what the step itself has raised."""
-    try:
-        yield
-    except AutoParallelError:
-        raise
-    except Exception as error:
-        raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
 
 def _decides(guard: Guard, variants: int, name: str) -> str:

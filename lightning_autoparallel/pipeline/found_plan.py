@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
@@ -31,27 +31,55 @@ if TYPE_CHECKING:
 
 CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
 _USABLE = 0.9  # of a device's memory
-_BY_PASSES = 1.05  # what buckets and what is fetched ahead add to a step's peak, at most where it was looked at
 _COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a gradient is as large
+_A_LITTLE_MORE = 1.01  # than what is missing: then it ends
 StepPeak = Callable[[CapturedGraph, ShardingPlan, "StageContext"], float]
+
+
+class OverBudgetError(AutoParallelError):
+    """A plan that was found turns out to take ``over_bytes`` more than a rank may use."""
+
+    over_bytes: float = 0.0
 
 
 @dataclass
 class FoundPlan:
     """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
 
-    ``policy`` is what its backward recomputes.
+    ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``, ``missing_bytes`` of which passes took
+    from plans that were found before.
     """
 
     spec: PlanSpec | None = None
     document: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     policy: str | CheckpointFunction | None = None
+    budget_bytes: float = math.inf
+    missing_bytes: float = 0.0
 
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""
         is_open = self.spec is None and context.config.plan.base == AUTO
         return is_open and call.training and not call.local and context.mesh.device_mesh.size() > 1
+
+    def check_memory(self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport) -> None:
+        """Whether the plan that was found fits with what passes have made of its step.
+
+        Raises:
+            OverBudgetError: it does not; all ranks raise it.
+        """
+        if plan.found is None or report.predicted_peak_bytes is None:
+            return
+        over_bytes = kept_bytes(captured, plan) + report.predicted_peak_bytes - self.budget_bytes
+        if over_bytes > 0:
+            error = OverBudgetError(f"the plan that was found takes {over_bytes:.0f} bytes too many")
+            error.over_bytes = over_bytes
+            raise error
+
+    def reopen(self, over: OverBudgetError) -> None:
+        """Another plan is to be found, that leaves so much more."""
+        self.missing_bytes += over.over_bytes * _A_LITTLE_MORE
+        self.spec, self.document, self.policy = None, {}, None
 
     def in_force(self, configured: PlanSpec, mesh: ParallelMesh) -> PlanSpec:
         """The plan that steps are made by: as configured, or for ``auto`` what stands in its place now."""
@@ -87,7 +115,9 @@ def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: Step
     assert captured is not None
     costs = cost_model(context.config, context.mesh, context.control)
     given = context.config.memory_budget_gib
-    budget = given * 2**30 if given is not None else _USABLE * costs.hardware.memory_bytes
+    found = context.found
+    found.budget_bytes = given * 2**30 if given is not None else _USABLE * costs.hardware.memory_bytes
+    budget = max(found.budget_bytes - found.missing_bytes, 1.0)
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
     refused: list[str] = []
     for policy in policies:
@@ -96,7 +126,7 @@ def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: Step
             return
         except InfeasiblePlanError as infeasible:
             refused.append(f"with activation_checkpointing {policy!r}: {infeasible}")
-    context.found.spec = context.found.policy = None
+    found.spec = found.policy = None
     raise InfeasiblePlanError("; ".join(refused))
 
 
@@ -123,7 +153,7 @@ def _find_within(
         if kept + _most_bytes(captured) <= budget_bytes:
             return
         peak = step_peak_bytes(captured, plan, context)
-        reserved = _BY_PASSES * (1 + (costs.hardware.reserved_share or 0.0))
+        reserved = 1 + (costs.hardware.reserved_share or 0.0)
         needed = (kept + peak) * reserved
         if needed <= budget_bytes:
             note = f"plan auto: {needed / 2**30:.3g} of {budget_bytes / 2**30:.3g} GiB on a rank, recomputing {policy}"
@@ -135,8 +165,7 @@ def _find_within(
                 f"step's peak, of {budget_bytes / 2**30:.3g} that it may use: take fewer rows per rank "
                 "(accumulate_grad_batches), or have more recomputed"
             )
-        # A little less than what is missing, so that it ends.
-        room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * 1.01
+        room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * _A_LITTLE_MORE
 
 
 def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:

@@ -134,6 +134,7 @@ def finish_step(
     report = replace(report, notes=(*report.notes, *plan.notes))
     with clock("predict"):
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
+        context.found.check_memory(captured, plan, report)
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
         spec = plan.found or context.plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_autoparallel.apply import ParameterLayout, UnreducedLayout
 from lightning_autoparallel.capture import BatchLayout, StepEffects, StepState, Watcher, leaf_counters
 from lightning_autoparallel.contracts import CompiledStep
+from lightning_autoparallel.errors import AutoParallelError, StepFailedError
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -91,3 +92,14 @@ class PreparedStep:
 def static_leaves(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Leaves that are no tensors, by the names that the captured step knows them by."""
     return leaf_counters({i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)})
+
+
+@contextlib.contextmanager
+def errors_of_the_step() -> Iterator[None]:
+    """What is raised inside and is not ours is what the step itself has raised."""
+    try:
+        yield
+    except AutoParallelError:
+        raise
+    except Exception as error:
+        raise StepFailedError(f"{type(error).__name__}: {error}") from error
