@@ -1,0 +1,112 @@
+"""Plans that are found beside those that have names or rules: predicted time and memory, by one set of rates.
+
+    python -m tests.benchmarks.found_plans [--hardware NAME] [--ranks N ...] [--recipes NAME ...] [--rows N]
+
+Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh its rules and
+`auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each data-parallel rank of
+the recipe's mesh; other meshes share out the same rows. What does not fit the device's memory counts as no plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECIPES = {"llama3/debug": 1, "llama3/1b": 1, "llama3/8b": 8, "llama3/70b": 8}  # tp of their meshes
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One plan of one recipe on a mesh of some ranks."""
+
+    recipe: str
+    ranks: int
+    mesh: Mapping[str, int]
+    plan: str | None  # None: the recipe's own rules
+    rows: int
+
+    def arguments(self, hardware: str, output: Path) -> list[str]:
+        """Of the subcommand."""
+        given = ["plan", "--config", self.recipe, "--world-size", str(self.ranks), "--output", str(output)]
+        given += ["--hardware", hardware, "--strategy.mesh", json.dumps(dict(self.mesh))]
+        given += ["--data.init_args.batch_size", str(self.rows)]
+        return given if self.plan is None else [*given, "--strategy.plan", self.plan]
+
+    def __str__(self) -> str:
+        mesh = "x".join(f"{name.removeprefix('dp_')}{size}" for name, size in self.mesh.items())
+        return f"{self.recipe:<13} {self.ranks:>5} {mesh:<22} {self.plan or 'rules':<6}"
+
+
+def cells(recipe: str, ranks: int, rows: int) -> Iterator[Cell]:
+    """The plans of a recipe that are compared with each other: all see the same rows."""
+    tp = min(RECIPES[recipe], ranks)
+    whole = {"dp_shard": ranks}
+    if tp > 1:
+        own = {"dp_shard": ranks // tp, "tp": tp}
+        for plan in (None, AUTO):
+            yield Cell(recipe=recipe, ranks=ranks, mesh=own, plan=plan, rows=rows)
+        if rows % tp:
+            return  # one axis would have less than a row for each rank
+    for plan in ("ddp", "fsdp", AUTO):
+        yield Cell(recipe=recipe, ranks=ranks, mesh=whole, plan=plan, rows=rows // tp)
+    if ranks > 8:
+        two = {"dp_replicate": ranks // 8, "dp_shard": 8}
+        yield Cell(recipe=recipe, ranks=ranks, mesh=two, plan="hsdp", rows=rows // tp)
+
+
+def report_of(cell: Cell, hardware: str) -> Mapping[str, Any] | str:
+    """The subcommand's report, or the last line of what it says where there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "lightning_autoparallel.cli.main", *cell.arguments(hardware, output)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not output.exists():
+            return next((line for line in done.stderr.splitlines() if "Error" in line), done.stderr[-200:])
+        report: Mapping[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return report
+
+
+def compare(recipe: str, ranks: int, rows: int, hardware: str) -> None:
+    """Print the plans of one recipe at so many ranks, and what is found over the best of the others that fit."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for cell in cells(recipe, ranks, rows):
+        report = report_of(cell, hardware)
+        if isinstance(report, str):
+            print(f"{cell}  none: {report[:150]}", flush=True)
+            continue
+        memory, room = report["training_peak_bytes"], report["hardware"]["memory_bytes"]
+        fits = memory is not None and memory <= room
+        time_ms = report["step_time_us"] / 1e3
+        print(f"{cell} {time_ms:10.2f} ms {memory / 2**30:8.1f} GiB{'' if fits else '  does not fit'}", flush=True)
+        if fits:
+            times[cell.plan == AUTO].append(time_ms)
+    if times[True] and times[False]:
+        print(
+            f"{recipe:<13} {ranks:>5} auto / best of the others: {min(times[True]) / min(times[False]):.3f}\n",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan all that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128, 512])
+    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument("--rows", type=int, default=8, help="of each data-parallel rank of the recipe's mesh")
+    given = parser.parse_args(arguments)
+    for recipe in given.recipes:
+        for ranks in given.ranks:
+            compare(recipe, ranks, given.rows, given.hardware)
+
+
+if __name__ == "__main__":
+    main()
