@@ -62,6 +62,17 @@ class FoundPlan:
         is_open = self.spec is None and context.config.plan.base == AUTO
         return is_open and call.training and not call.local and context.mesh.device_mesh.size() > 1
 
+    def why_unfound(self, context: StageContext) -> str | None:
+        """What to tell of ``auto`` in a training that runs no whole step; None where there is nothing to tell."""
+        if self.spec is not None or context.config.plan.base != AUTO:
+            return None
+        idle = [name for name in context.mesh.active(context.mesh.spec.names) if not name.startswith("dp_")]
+        alike = f", and all ranks of {', '.join(idle)} compute the same unless rules say otherwise" if idle else ""
+        return (
+            "autoparallel: plan 'auto' is found for whole steps, which this training has none of: parameters lie in "
+            f"shards over all ranks, gathered where they are used, as plan 'fsdp' has them{alike}"
+        )
+
     def check_memory(self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport) -> None:
         """Whether the plan that was found fits with what passes have made of its step.
 

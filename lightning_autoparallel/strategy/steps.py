@@ -115,6 +115,9 @@ class LightningSteps:
                 self._climb_down(name, error)
             except (*NOT_CAPTURED, RanksDifferError) as error:
                 self._climb_down(name, error)
+        unfound = self._engine.context.found.why_unfound(self._engine.context)
+        if name == "training_step" and unfound is not None:
+            self._notice(unfound)
         with around():
             output = self.forward.run(name, args, self._counters(args), rows)
             return without_spare(output, args[0], rows, _same_length(args[0]))
