@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_autoparallel.apply.params import ParameterLayout
@@ -22,13 +22,13 @@ def lie_anew(
 ) -> None:
     """Move every parameter of ``modules``, which are named alike, into the shards of its layout; every rank calls it.
 
-    Parameters stay the objects that they are. Their gradients, and what ``optimizers`` keep in their shape, follow. One
-    parameter is whole at a time.
+    What lies there already is left alone. Parameters stay the objects that they are. Their gradients, and what
+    ``optimizers`` keep in their shape, follow. One parameter is whole at a time.
     """
     places: dict[int, ParameterLayout] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            if isinstance(parameter, DTensor) and id(parameter) not in places:
+            if isinstance(parameter, DTensor) and name in layouts and not _lies_so(parameter, layouts[name]):
                 places[id(parameter)] = layouts[name]
                 take_shards(parameter, _in_shards(parameter, layouts[name]))
                 if isinstance(parameter.grad, DTensor):
@@ -38,6 +38,10 @@ def lie_anew(
             if id(trained) in places:
                 follow = partial(_follow, trained.shape, places[id(trained)])
                 state.update({key: tree_map(follow, value) for key, value in state.items()})
+
+
+def _lies_so(value: DTensor, layout: ParameterLayout) -> bool:
+    return tuple(value.placements) == (layout.placements or (Replicate(),))
 
 
 def _follow(shape: torch.Size, layout: ParameterLayout, kept: Any) -> Any:

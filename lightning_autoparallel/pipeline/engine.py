@@ -128,11 +128,13 @@ class StepEngine:
                 does not fit the module.
         """
         check_initialised(self.module)
+        self.context.found.forget_others(self.module)
         self.layouts = self._planned_layouts()
         with attached_kept(self.module):
             materialise_module(self.module, self.layouts, self.device, given)
             shard_module(self.module, self.layouts, self.device, self.replacements)
             self.module.to(self.device)  # other tensors than parameters, and what modules do besides
+        lie_anew([self.module], self.layouts, self.optimizers())  # shards that another strategy has left
         self.deferred.place(self.layouts)
         self._hooks += take_whole_tensors(self.module)
         share_buffers(self.module)
@@ -264,6 +266,7 @@ class StepEngine:
                 with errors_of_the_step():
                     request = self.request(call, layout, leaves, rebuild, counters)
                     find_plan(self.context, request, step_peak_bytes)
+                self.context.found.remember(self.module)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters)
             try:

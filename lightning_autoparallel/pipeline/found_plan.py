@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanSpec
@@ -33,21 +35,23 @@ CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries,
 _USABLE = 0.9  # of a device's memory
 _COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a gradient is as large
 _A_LITTLE_MORE = 1.01  # than what is missing: then it ends
+_ROUNDS = 4
 StepPeak = Callable[[CapturedGraph, ShardingPlan, "StageContext"], float]
 
 
-class OverBudgetError(AutoParallelError):
-    """A plan that was found turns out to take ``over_bytes`` more than a rank may use."""
+class OverBudgetError(InfeasiblePlanError):
+    """A plan that was found turns out to take ``taken_bytes``, more than a rank may use."""
 
-    over_bytes: float = 0.0
+    taken_bytes: float = 0.0
 
 
 @dataclass
 class FoundPlan:
     """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
 
-    ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``, ``missing_bytes`` of which passes took
-    from plans that were found before.
+    ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
+    ``predicted_bytes``, and passes made it ``missing_bytes`` more, in so many ``rounds``. It is for a module whose
+    parameters have these ``shapes``.
     """
 
     spec: PlanSpec | None = None
@@ -55,11 +59,15 @@ class FoundPlan:
     notes: tuple[str, ...] = ()
     policy: str | CheckpointFunction | None = None
     budget_bytes: float = math.inf
+    predicted_bytes: float = 0.0
     missing_bytes: float = 0.0
+    rounds: int = 0
+    is_open: bool = True
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""
-        is_open = self.spec is None and context.config.plan.base == AUTO
+        is_open = self.is_open and context.config.plan.base == AUTO
         return is_open and call.training and not call.local and context.mesh.device_mesh.size() > 1
 
     def why_unfound(self, context: StageContext) -> str | None:
@@ -81,16 +89,37 @@ class FoundPlan:
         """
         if plan.found is None or report.predicted_peak_bytes is None:
             return
-        over_bytes = kept_bytes(captured, plan) + report.predicted_peak_bytes - self.budget_bytes
-        if over_bytes > 0:
-            error = OverBudgetError(f"the plan that was found takes {over_bytes:.0f} bytes too many")
-            error.over_bytes = over_bytes
-            raise error
+        taken_bytes = kept_bytes(captured, plan) + report.predicted_peak_bytes
+        if taken_bytes <= self.budget_bytes or not self.rounds:
+            return
+        error = OverBudgetError(
+            f"plan auto: passes make the step take {taken_bytes / 2**30:.3g} GiB of a rank, of "
+            f"{self.budget_bytes / 2**30:.3g} that it may use, in each of {self.rounds} plans: take fewer rows per rank"
+        )
+        error.taken_bytes = taken_bytes
+        raise error
 
     def reopen(self, over: OverBudgetError) -> None:
-        """Another plan is to be found, that leaves so much more."""
-        self.missing_bytes += over.over_bytes * _A_LITTLE_MORE
-        self.spec, self.document, self.policy = None, {}, None
+        """Another plan is to be found, that leaves what passes took of this one.
+
+        Raises:
+            OverBudgetError: that did not do a few times.
+        """
+        if self.rounds >= _ROUNDS:
+            raise over
+        more_bytes = max(over.taken_bytes - self.predicted_bytes, over.taken_bytes - self.budget_bytes)
+        self.missing_bytes = max(self.missing_bytes, more_bytes) * _A_LITTLE_MORE
+        self.is_open = True
+
+    def remember(self, module: nn.Module) -> None:
+        """What was found is for this module."""
+        self.shapes = _shapes(module)
+
+    def forget_others(self, module: nn.Module) -> None:
+        """What was found for a module of other parameters is nothing for this one."""
+        if self.spec is not None and self.shapes != _shapes(module):
+            self.spec, self.document, self.notes, self.policy = None, {}, (), None
+            self.missing_bytes, self.rounds, self.is_open = 0.0, 0, True
 
     def in_force(self, configured: PlanSpec, mesh: ParallelMesh) -> PlanSpec:
         """The plan that steps are made by: as configured, or for ``auto`` what stands in its place now."""
@@ -130,14 +159,19 @@ def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: Step
     found.budget_bytes = given * 2**30 if given is not None else _USABLE * costs.hardware.memory_bytes
     budget = max(found.budget_bytes - found.missing_bytes, 1.0)
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
+    before = found.spec, found.document, found.notes, found.policy
+    found.is_open, found.rounds = False, found.rounds + 1
     refused: list[str] = []
     for policy in policies:
         try:
             _find_within(captured, context, costs, policy, budget, step_peak_bytes)
             return
-        except InfeasiblePlanError as infeasible:
-            refused.append(f"with activation_checkpointing {policy!r}: {infeasible}")
-    found.spec = found.policy = None
+        except Exception as error:
+            # Parameters lie as they did.
+            found.spec, found.document, found.notes, found.policy = before
+            if not isinstance(error, InfeasiblePlanError):
+                raise
+            refused.append(f"with activation_checkpointing {policy!r}: {error}")
     raise InfeasiblePlanError("; ".join(refused))
 
 
@@ -161,9 +195,11 @@ def _find_within(
         plan = found.plan_of(captured, context.config.plan, context.mesh)
         assert plan is not None
         kept = kept_bytes(captured, plan)
-        if kept + _most_bytes(captured) <= budget_bytes:
+        found.predicted_bytes = kept + _most_bytes(captured)
+        if found.predicted_bytes <= budget_bytes:
             return
-        peak = step_peak_bytes(captured, plan, context)
+        peak = _together(partial(step_peak_bytes, captured, plan, context), context)
+        found.predicted_bytes = kept + peak
         reserved = 1 + (costs.hardware.reserved_share or 0.0)
         needed = (kept + peak) * reserved
         if needed <= budget_bytes:
@@ -177,6 +213,21 @@ def _find_within(
                 "(accumulate_grad_batches), or have more recomputed"
             )
         room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * _A_LITTLE_MORE
+
+
+def _together(action: Callable[[], float], context: StageContext) -> float:
+    error: Exception | None = None
+    result = 0.0
+    try:
+        result = action()
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    return result
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:

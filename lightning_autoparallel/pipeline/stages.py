@@ -28,7 +28,7 @@ from lightning_autoparallel.contracts import (
 )
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import predict_step_memory, surroundings_of
-from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.errors import CaptureError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import (
@@ -300,7 +300,19 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     if document is not None and document["graph"] == captured.name:
         return restore_plan(document, captured, spec, context.mesh)
     found = context.found.plan_of(captured, context.config.plan, context.mesh)
-    return found or make_plan(captured, spec, context.mesh, context.warn)
+    if found is not None:
+        return found
+    try:
+        return make_plan(captured, spec, context.mesh, context.warn)
+    except InfeasiblePlanError as error:
+        if context.found.spec is None:
+            raise
+        # Nobody wrote the rules: what was found for one step may not do for another.
+        context.warn_once(
+            f"plan auto: {captured.name} computes with whole parameters, gathered where they are used, because it "
+            f"cannot with those that were cut for the training step ({error})"
+        )
+        return make_plan(captured, spec, context.mesh, context.warn, computes_whole=True)
 
 
 def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import fx
 
@@ -126,8 +127,17 @@ def _rules(by_name: Mapping[str, dict[str, str]], prefix: str, usual: dict[str, 
     of_kind = {kind: dict(counted.most_common(1)[0][0]) for kind, counted in kinds.items()}
     rules = [_rule(prefix, "*", usual)] if usual else []
     rules += [_rule(prefix, kind, placements) for kind, placements in of_kind.items() if placements != usual]
-    rules += [_rule(prefix, name, own) for name, own in by_name.items() if own != of_kind[fxn.kind_of(name)]]
-    return rules
+    # A kind's pattern may match names of another kind, whose parts may hold dots.
+    return [*rules, *(_rule(prefix, name, own) for name, own in by_name.items() if own != _last(rules, name))]
+
+
+def _last(rules: Sequence[PlanRule], name: str) -> dict[str, str]:
+    """What the rules say of a parameter, on each axis the last of them that matches."""
+    found: dict[str, str] = {}
+    for rule in rules:
+        if fnmatchcase(name, rule.pattern):
+            found.update(rule.placements)
+    return found
 
 
 def _named(placements: Mapping[str, str]) -> Named:

@@ -107,10 +107,12 @@ def make_plan(
     hardware: PlacementRates = GENERIC,
     costs: CostModel | None = None,
     room_bytes: float = math.inf,
+    computes_whole: bool = False,
 ) -> ShardingPlan:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
-    Of what it finds, parameters with their gradients and AdamW's moments have ``room_bytes`` on a rank.
+    Of what it finds, parameters with their gradients and AdamW's moments have ``room_bytes`` on a rank. A plan that
+    ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -118,12 +120,16 @@ def make_plan(
     """
     spec, axes = PlanSpec.parse(plan), plan_axes(plan, mesh)
     assert spec.base != AUTO or costs is not None, "auto is found by costs"
+    assert not (computes_whole and spec.base == AUTO)
     placeholders = dict(zip(captured.graph_module.graph.find_nodes(op="placeholder"), captured.inputs, strict=True))
     shapes = {i.name: tuple(n.meta["val"].shape) for n, i in placeholders.items() if i.kind == "parameter"}
+    placed = place_parameters(local_spec(spec, shapes) if captured.local else spec, shapes, axes)
+    if computes_whole:
+        placed = {name: replace(one, compute=(Replicate(),) * len(axes)) for name, one in placed.items()}
     planning = _Planning(
         captured=captured,
         placeholders=placeholders,
-        parameters=place_parameters(local_spec(spec, shapes) if captured.local else spec, shapes, axes),
+        parameters=placed,
         spec=spec,
         axes=axes,
         mesh=mesh,
@@ -135,6 +141,9 @@ def make_plan(
     solved, found = _solve_axes(planning)
     if found is not None:
         planning = replace(planning, parameters=place_parameters(found.rules, shapes, axes, warn))
+        for name, lying in found.axis.parameters.items():
+            computed = {lying.computed, Replicate()}
+            assert set(planning.parameters[name].compute) <= computed, f"rules that were found misplace {name}"
     return ShardingPlan(
         name=spec.name,
         axes=axes,

@@ -73,6 +73,15 @@ STORED = [
     case_of("llama3", mesh=EIGHT, plan="stored", rows=4, precision="bf16-mixed"),
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="stored", accumulate=4, compile=True),
 ]
+# Plans that are found: all models on one mesh, some on others.
+FOUND = [
+    *(case_of(model, mesh=(("dp_shard", 2), ("tp", 2)), plan="auto", clip=CLIP) for model in RULES),
+    *(case_of("llama3", mesh=mesh, plan="auto") for mesh in ((("tp", 2),), (("dp_shard", 2),))),
+    case_of("llama3", mesh=(("dp_replicate", 2), ("dp_shard", 2)), plan="auto", precision="bf16-mixed"),
+    case_of("llama3", mesh=EIGHT, plan="auto", rows=4),
+    case_of("hf_llama", mesh=EIGHT, plan="auto", rows=4, optimizer="sgd"),
+    case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="auto", accumulate=4, compile=True),
+]
 COVERING = list(map(_case, _covering()))
 SLOW = {"transformer", "transformer32", "hf_llama", "hf_gpt2", "attention", "tied"}  # in the matrix only
 EVERYWHERE = [
@@ -80,6 +89,7 @@ EVERYWHERE = [
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="rules", compile=True),
     *(case for case in map(_case, _everywhere()) if case not in COVERING),
     *STORED,
+    *FOUND,
     case_of("llama3", mesh=EIGHT, plan="rules", rows=4),
     case_of("llama3", mesh=EIGHT, plan="hsdp_rules", rows=4, optimizer="sgd"),
 ]
