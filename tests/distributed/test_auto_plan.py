@@ -12,10 +12,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
-from tests.distributed.jobs import Net, assert_equals_one_device, train
+from tests.distributed.jobs import Net, Validated, assert_equals_one_device, make_trainer, train
 from tests.support.slow_memory import SLOW_MEMORY
 from tests.support.worlds import Worlds
 
@@ -114,3 +115,60 @@ def test_a_training_without_whole_steps_says_what_stands_in_for_the_plan(worlds:
         torch.testing.assert_close(rank.parameters, expected, rtol=1e-5, atol=1e-6)
     (told,) = [text for text in ranks[0].warnings if "plan 'auto'" in text]
     assert "as plan 'fsdp' has them, and all ranks of tp compute the same unless rules say otherwise" in told
+
+
+class Mixed(nn.Module):
+    """A block whose parameters' names end as those of the layers around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Around(Validated):
+    """Layers and blocks in one sequence; the validation looks at a weight as no shard of it can be looked at."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "hardware": dict(SLOW_MEMORY)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), Mixed(), nn.Linear(16, 16), Mixed(), nn.Linear(16, 3))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        weights = self.net[2].weight, self.net[1].up.weight
+        self.log("largest", sum(torch.linalg.svdvals(weight)[0] for weight in weights))
+
+
+def test_names_of_one_kind_within_another_and_steps_that_compute_otherwise(worlds: Worlds) -> None:
+    mesh = {"tp": 2}
+    assert_equals_one_device(worlds(2).run(train, Around, mesh, 2), train(Around, None))
+
+
+def evaluate_what_is_left() -> tuple[float, float]:
+    """A value of one device's, and that of a strategy which is given shards that another has left."""
+
+    class Left(Around):
+        strategy: ClassVar[Mapping[str, Any]] = {**Around.strategy, "leave_sharded": True}
+
+    module = Left()
+    torch.manual_seed(0)
+    trainer = make_trainer(AutoParallelStrategy(mesh={"tp": 2}, **Left.strategy), 2, max_steps=2)
+    trainer.fit(module, module.loader(0, 1), module.loader(0, 1))
+    whole = Around()
+    whole.load_state_dict({name: value.full_tensor() for name, value in module.state_dict().items()})
+    expected = float(torch.linalg.svdvals(whole.net[2].weight)[0] + torch.linalg.svdvals(whole.net[1].up.weight)[0])
+    trainer = make_trainer(AutoParallelStrategy(mesh={"tp": 2}, **Around.strategy), 2)
+    trainer.validate(module, module.loader(0, 1), verbose=False)
+    return expected, float(trainer.callback_metrics["largest"])
+
+
+def test_shards_that_another_strategy_has_left_are_moved(worlds: Worlds) -> None:
+    for expected, found in worlds(2).run(evaluate_what_is_left):
+        assert found == pytest.approx(expected, rel=1e-5)
