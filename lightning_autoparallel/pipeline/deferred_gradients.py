@@ -28,7 +28,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.pipeline.stages import StageContext, finish_step
-from lightning_autoparallel.plan.named import joint_axes
+from lightning_autoparallel.plan.planner import joint_axes
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 

@@ -2,7 +2,7 @@
 
 from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.fingerprint import fingerprint_lines, first_difference
-from lightning_autoparallel.plan.named import make_plan
+from lightning_autoparallel.plan.planner import make_plan
 from lightning_autoparallel.plan.store import is_of_graph, plan_document, read_plan, restore_plan
 
 __all__ = [

@@ -19,7 +19,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text, shard
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.fingerprint import call_text
-from lightning_autoparallel.plan.named import joint_axes, plan_axes
+from lightning_autoparallel.plan.planner import joint_axes, plan_axes
 
 VERSION = 1
 

@@ -36,7 +36,7 @@ from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
-from lightning_autoparallel.plan.named import plan_axes
+from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers

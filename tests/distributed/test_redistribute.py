@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
-from lightning_autoparallel.plan.named import joint_axes
+from lightning_autoparallel.plan.planner import joint_axes
 from tests.support.placements import AVG, P, R, S
 from tests.support.redistributions import (
     INNER_FIRST,

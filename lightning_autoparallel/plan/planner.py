@@ -1,4 +1,4 @@
-"""Named plans and rules on top of them, as plan axes, pins and parameter placements."""
+"""Plans: named, written as rules, or found, as plan axes, pins, parameter placements and a placement per node."""
 
 from __future__ import annotations
 
