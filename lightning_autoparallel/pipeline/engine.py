@@ -75,8 +75,8 @@ from lightning_autoparallel.pipeline.step_calls import (
     errors_of_the_step,
     static_leaves,
 )
-from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.plan.parameter_storage import place_parameters
+from lightning_autoparallel.plan.planner import plan_axes
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.apply import lie_anew, parameter_layouts, shard_module
 from lightning_autoparallel.config import MeshSpec, PlanSpec
 from lightning_autoparallel.mesh import build_mesh
-from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.plan.parameter_storage import place_parameters
+from lightning_autoparallel.plan.planner import plan_axes
 from tests.support.worlds import Worlds
 
 CPU = torch.device("cpu")

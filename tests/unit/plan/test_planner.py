@@ -9,8 +9,8 @@ from torch import nn
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.plan import make_plan
-from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.plan.parameter_storage import place_parameters
+from lightning_autoparallel.plan.planner import plan_axes
 from tests.support.placements import P, R, S
 from tests.unit._graphs import captured
 
