@@ -44,8 +44,17 @@ class MeshSpec:
             raise ConfigError(f"mesh {self} has more than one -1: only one axis can be inferred from the world size")
 
     @classmethod
-    def from_mapping(cls, mesh: Mapping[str, int] | MeshSpec) -> MeshSpec:
-        """The spec of ``{"dp_replicate": 2, "dp_shard": -1}``, in the order written."""
+    def from_mapping(cls, mesh: Mapping[str, int] | MeshSpec | str) -> MeshSpec:
+        """The spec of ``{"dp_replicate": 2, "dp_shard": -1}``, in the order written.
+
+        Raises:
+            ConfigError: no mapping; only planning looks for a mesh.
+        """
+        if isinstance(mesh, str):
+            raise ConfigError(
+                f"mesh {mesh!r} names no axes: run `lightning-autoparallel plan --strategy.mesh auto --world-size N`, "
+                "which ranks the meshes of N ranks, and give the one it puts first, as {dp_shard: -1, tp: 8}"
+            )
         if isinstance(mesh, MeshSpec):
             return mesh
         return cls(axes=tuple(mesh.items()))

@@ -289,6 +289,24 @@ class GraphPrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshTrial:
+    """One mesh that ``mesh="auto"`` has tried: predicted times, bytes of one rank, or why it will not do.
+
+    ``samples`` are taken at once, ``accumulation`` times for the global batch that was asked for.
+    """
+
+    mesh: Mapping[str, int]
+    fits: bool
+    why_not: str | None = None
+    us_per_sample: float | None = None
+    step_time_us: float | None = None
+    exposed_us: float | None = None
+    taken_bytes: float | None = None
+    samples: int | None = None
+    accumulation: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """What was planned for one captured step; counts come from the final graphs (predicted, not measured).
 
@@ -318,6 +336,7 @@ class PlanReport:
     samples: int | None = None
     tokens: int | None = None
     around_us: float | None = None
+    meshes: tuple[MeshTrial, ...] = ()  # the best first; empty where the mesh was given
 
     @property
     def step_graphs(self) -> tuple[str, ...]:
@@ -392,6 +411,7 @@ class PlanReport:
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
             "passes": [_pass_json(done) for done in self.passes],
             "notes": list(self.notes),
+            "meshes": [asdict(trial) for trial in self.meshes],
         }
 
 

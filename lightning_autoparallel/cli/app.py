@@ -13,6 +13,7 @@ from lightning_autoparallel.cli.parser import (
 )
 from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
 from lightning_autoparallel.cli.tools import TOOLS
+from lightning_autoparallel.config import AUTO
 from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
 from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
@@ -38,6 +39,7 @@ class AutoParallelCLI(LightningCLI):
         self, strategy_class: type[Strategy], trainer_class: type[Trainer] = Commands, args: ArgsType = None
     ) -> None:
         self.strategy_class = strategy_class
+        self._mesh: str | None = None
         options = {"parser_mode": "omegaconf", "usage": "%(prog)s [--config RECIPE_OR_FILE] [--SECTION.KEY VALUE ...]"}
         super().__init__(
             trainer_class=trainer_class,
@@ -95,6 +97,9 @@ class AutoParallelCLI(LightningCLI):
         if self.subcommand == PLAN:
             for key in ("logger", "callbacks", "profiler", "plugins"):
                 trainer[key] = None
+            strategy = self._get(self.config, "strategy")
+            if strategy.get("mesh") == AUTO:  # which a strategy that trains does not take
+                self._mesh, strategy["mesh"] = AUTO, None
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
@@ -125,12 +130,15 @@ class AutoParallelCLI(LightningCLI):
             world_size=self._get(self.config_init, "world_size"),
             ranks_per_node=self._get(self.config_init, "ranks_per_node"),
             inference=self._get(self.config_init, "inference"),
+            global_batch_size=self._get(self.config_init, "global_batch_size"),
             **self._strategy_options(),
         )
         return planning_trainer(strategy, {**given, **kwargs}, self.trainer_class)
 
     def _strategy_options(self) -> dict[str, Any]:
         options = self._get(self.config, "strategy").as_dict()
+        if self._mesh is not None:
+            options["mesh"] = self._mesh
         dump = self._get(self.config, "dump")
         return options if dump is None else {**options, "dump_dir": dump}
 

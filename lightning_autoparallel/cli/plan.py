@@ -14,6 +14,7 @@ from lightning_autoparallel.callbacks.predictions import (
     predicted_lines,
 )
 from lightning_autoparallel.callbacks.tables import print_table
+from lightning_autoparallel.callbacks.tried_meshes import meshes_table
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
 from lightning_autoparallel.contracts import PlanReport
@@ -75,10 +76,16 @@ def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:
     """Add the arguments of ``plan`` and return their names in the parsed configuration."""
     parser.add_argument("--world-size", type=int, required=True, help="Ranks of the fake world.")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="Ranks of one node.")
+    parser.add_argument(
+        "--global-batch-size",
+        type=int | None,
+        default=None,
+        help="Rows of one optimizer step; with --strategy.mesh auto only meshes that get there by accumulating.",
+    )
     parser.add_argument("--output", type=str | None, default=None, help="Write the report to this JSON file.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write graphs and the report to this folder.")
     parser.add_argument("--inference", action="store_true", help="Plan the validation step too.")
-    return ["world_size", "ranks_per_node", "output", "dump", "inference"]
+    return ["world_size", "ranks_per_node", "global_batch_size", "output", "dump", "inference"]
 
 
 def _write(report: PlanReport, output: str | None, trace: str | None, plot: str | None) -> None:
@@ -100,6 +107,9 @@ def _write(report: PlanReport, output: str | None, trace: str | None, plot: str 
 def print_report(report: PlanReport, seconds: float) -> None:
     """Print a report to standard output, and after it how long this process took and how much memory it needed."""
     mesh = ", ".join(f"{axis}: {size}" for axis, size in report.mesh.items())
+    if report.meshes:
+        print_table(meshes_table(report.meshes))
+        print()
     print(f"{report.graph} on mesh {{{mesh}}}, plan {report.plan}\n")
     for table in report_tables(report):
         print_table(table)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.config import AUTO, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
@@ -19,6 +19,7 @@ from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
 from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
+from lightning_autoparallel.strategy.mesh_search import meshes
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
@@ -34,6 +35,8 @@ class PlanningStrategy(AutoParallelStrategy):
         world_size: ranks of the fake world.
         ranks_per_node: ranks of one node.
         inference: plan the validation step too.
+        mesh: axis sizes, or ``"auto"``: every mesh that the ranks can form is tried.
+        global_batch_size: rows of one optimizer step, which meshes that are tried must get to by whole micro-batches.
         options: arguments of AutoParallelStrategy; nothing is compiled, whatever they say.
 
     Raises:
@@ -42,12 +45,24 @@ class PlanningStrategy(AutoParallelStrategy):
 
     strategy_name = "autoparallel_planning"
 
-    def __init__(self, *, world_size: int, ranks_per_node: int = 8, inference: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        ranks_per_node: int = 8,
+        inference: bool = False,
+        mesh: dict[str, int] | str | None = None,
+        global_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
         # A plan is that of a whole step: what its Python does around modules is not known without running it.
-        super().__init__(**{**options, "compile": False, "capture": "step"})
+        searches = mesh == AUTO
+        super().__init__(mesh=None if searches else mesh, **{**options, "compile": False, "capture": "step"})
         self.config = dataclasses.replace(self.config, ranks_per_node=ranks_per_node)
         self._nodes = _count_nodes(world_size, ranks_per_node)
         self.spec = _fitted(self.spec, world_size)
+        self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
+        self.global_batch_size = _checked_rows(global_batch_size, searches)
         self._world_size = world_size
         self._inference = inference
         self._probe: OptimizerProbe | None = None
@@ -62,6 +77,11 @@ class PlanningStrategy(AutoParallelStrategy):
         """
         hardware_from(hardware)
         self.config = dataclasses.replace(self.config, hardware=hardware)
+
+    def plan_for(self, spec: MeshSpec) -> None:
+        """The next fit plans on this mesh."""
+        self.spec, self.report = spec, None
+        self._engine = self._steps = self._mesh = None  # those of another mesh
 
     @property
     def world_size(self) -> int:
@@ -169,6 +189,17 @@ def _without_compiling(report: PlanReport) -> PlanReport:
     """Nothing is compiled, so the time for it says nothing."""
     seconds = {stage: spent for stage, spent in report.timings_s.items() if stage != "compile"}
     return dataclasses.replace(report, timings_s=seconds)
+
+
+def _checked_rows(global_batch_size: int | None, searches: bool) -> int | None:
+    if global_batch_size is not None and not searches:
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} chooses among meshes, but one is given: set mesh to 'auto', or "
+            "leave it out and set accumulate_grad_batches"
+        )
+    if global_batch_size is not None and global_batch_size < 1:
+        raise ConfigError(f"global_batch_size={global_batch_size} must be at least 1")
+    return global_batch_size
 
 
 def _required(kind: str, sample: tuple[bool, Any]) -> Any:

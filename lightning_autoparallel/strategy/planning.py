@@ -20,6 +20,7 @@ from lightning_autoparallel.lightning_compat import (
     data_connector,
 )
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
+from lightning_autoparallel.strategy.mesh_search import search
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.
 _REPLACED: Mapping[str, Any] = {
@@ -56,7 +57,7 @@ def planning_trainer(
 
 
 def run_planning(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> PlanReport:
-    """Fit up to the first batch with a ``planning_trainer``; the fake world ends with it.
+    """Fit up to the first batch with a ``planning_trainer``; the fake world ends with it. Once for each mesh to try.
 
     Raises:
         ConfigError: a process group exists already, there is no batch to plan for, or the module is of Lightning's
@@ -66,6 +67,19 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
     strategy = trainer.strategy
     assert isinstance(strategy, PlanningStrategy)
     check_flavour(module)
+    if not strategy.candidates:
+        return _plan_once(trainer, strategy, module, datamodule)
+
+    def plan_on(mesh: MeshSpec) -> PlanReport:
+        strategy.plan_for(mesh)
+        return _plan_once(trainer, strategy, module, datamodule)
+
+    return search(strategy.candidates, plan_on, strategy.global_batch_size, strategy.config.memory_budget_gib)
+
+
+def _plan_once(
+    trainer: Trainer, strategy: PlanningStrategy, module: LightningModule, datamodule: LightningDataModule | None
+) -> PlanReport:
     if dist.is_initialized():
         raise ConfigError(
             "planning makes a fake world of its own, but a process group is initialised in this process: destroy it "
@@ -86,7 +100,7 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
 def plan(
     module: LightningModule,
     batch: Any,
-    mesh: MeshSpec | Mapping[str, int] | None = None,
+    mesh: MeshSpec | Mapping[str, int] | str | None = None,
     plan: str | Mapping[str, Any] = "fsdp",
     *,
     world_size: int,
@@ -101,6 +115,7 @@ def plan(
     hardware: str | dict[str, Any] | None = None,
     decompose_matmuls: str | dict[str, Any] = "auto",
     memory_budget_gib: float | None = None,
+    global_batch_size: int | None = None,
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.
 
@@ -110,7 +125,9 @@ def plan(
     Args:
         module: the LightningModule; its ``training_step`` is planned.
         batch: what one data-parallel rank's dataloader gives; only shapes are used.
-        mesh: axis sizes, outermost first; all ranks on ``dp_shard`` unless given.
+        mesh: axis sizes, outermost first; all ranks on ``dp_shard`` unless given. ``"auto"`` tries
+            every mesh of up to three axes that the ranks can form, and reports on the one predicted to take least time
+            per sample of those that fit a rank's memory.
         plan: as AutoParallelStrategy takes it.
         world_size: ranks of the fake world.
         ranks_per_node: ranks of one node.
@@ -122,7 +139,8 @@ def plan(
         dump_dir: where to write graphs and the report.
         hardware: what times are predicted for.
         decompose_matmuls: as AutoParallelStrategy takes it.
-        memory_budget_gib: what plan ``"auto"`` may use on a rank.
+        memory_budget_gib: what plan ``"auto"`` may use on a rank, and meshes that are tried.
+        global_batch_size: rows of one optimizer step, to which a mesh that is tried must get by whole micro-batches.
 
     Raises:
         ConfigError: a process group is initialised, or an argument is wrong.
@@ -132,7 +150,7 @@ def plan(
         world_size=world_size,
         ranks_per_node=ranks_per_node,
         inference=inference,
-        mesh=mesh,
+        mesh=dict(mesh.axes) if isinstance(mesh, MeshSpec) else mesh if isinstance(mesh, str | None) else dict(mesh),
         plan=plan,
         reshard_after_forward=reshard_after_forward,
         activation_checkpointing=activation_checkpointing,
@@ -142,6 +160,7 @@ def plan(
         hardware=hardware,
         decompose_matmuls=decompose_matmuls,
         memory_budget_gib=memory_budget_gib,
+        global_batch_size=global_batch_size,
     )
     trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)
     return run_planning(trainer, module, _OneBatch(batch))

@@ -120,7 +120,7 @@ class AutoParallelStrategy(SavingStrategy):
 
     def __init__(
         self,
-        mesh: dict[str, int] | None = None,
+        mesh: dict[str, int] | str | None = None,
         plan: str | dict[str, Any] = "fsdp",
         reshard_after_forward: bool = True,
         activation_checkpointing: str | CheckpointFunction = "none",

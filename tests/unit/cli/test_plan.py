@@ -189,3 +189,19 @@ def test_the_world_size_is_asked_for(tmp_path, capsys):
         plan(tmp_path)
     assert exit_.value.code == 2
     assert "--world-size 64" in capsys.readouterr().err
+
+
+def test_meshes_are_ranked_and_written(tmp_path, capsys):
+    options = ["--strategy.mesh", "auto", "--strategy.plan", "auto", "--global-batch-size", "16", "--output", "r.json"]
+    assert plan(tmp_path, "--world-size", "4", "--ranks-per-node", "4", *options) == 0
+    lines = shown(capsys)
+    title = lines.index("Meshes, by predicted time per sample")
+    report = json.loads((tmp_path / "r.json").read_text())
+    trials = report["meshes"]
+    assert [trial["samples"] * trial["accumulation"] for trial in trials] == [16, 16, 16]
+    assert {tuple(trial["mesh"].values()) for trial in trials} == {(4,), (2, 2), (4,)}
+    named = [", ".join(f"{axis}: {size}" for axis, size in trial["mesh"].items()) for trial in trials]
+    shown_below = lines[title + 1 : title + 9]
+    places = [next(i for i, line in enumerate(shown_below) if line.startswith(name)) for name in named]
+    assert places == sorted(places)
+    assert report["mesh"] == trials[0]["mesh"]

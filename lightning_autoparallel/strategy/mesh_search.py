@@ -1,0 +1,130 @@
+"""``mesh="auto"`` of planning: the step is planned on every mesh that the ranks can form, and the meshes are ranked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_autoparallel.config import AUTO, MeshSpec, PlanSpec
+from lightning_autoparallel.contracts import MeshTrial, PlanReport
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, InfeasiblePlanError
+
+USABLE = 0.9  # of a device's memory, as where a plan is found
+
+
+def meshes(plan: PlanSpec, world_size: int, ranks_per_node: int) -> tuple[MeshSpec, ...]:
+    """The meshes of up to three axes that a plan can use.
+
+    ``tp`` stays inside of a node; ``dp_replicate`` is what goes between nodes, where a plan treats it apart. An axis
+    that the plan would leave idle is left out.
+    """
+    node = math.gcd(world_size, ranks_per_node)
+    cuts = [size for size in range(1, node + 1) if node % size == 0] if _uses(plan, "tp") else [1]
+    apart = plan.base in ("hsdp", AUTO) or "dp_replicate" in plan.axes()
+    found = []
+    for tensor_parallel in cuts:
+        ranks = world_size // tensor_parallel
+        inside = node // tensor_parallel
+        data_parallel: list[tuple[tuple[str, int], ...]] = [(("dp_shard", ranks),)]
+        if apart and 1 < inside < ranks:
+            data_parallel.append((("dp_replicate", ranks // inside), ("dp_shard", inside)))
+        for axes in data_parallel:
+            shares = tuple((name, size) for name, size in axes if size > 1)
+            found.append((*shares, ("tp", tensor_parallel)) if tensor_parallel > 1 else shares or axes)
+    return tuple(dict.fromkeys(MeshSpec(axes=axes) for axes in found))
+
+
+def _uses(plan: PlanSpec, axis: str) -> bool:
+    return plan.base == AUTO or axis in plan.axes()
+
+
+def search(
+    candidates: Sequence[MeshSpec],
+    plan_on: Callable[[MeshSpec], PlanReport],
+    global_batch_size: int | None,
+    budget_gib: float | None,
+) -> PlanReport:
+    """The report of the mesh predicted to take least time per sample of those that fit, with all meshes ranked.
+
+    Args:
+        candidates: the meshes to try.
+        plan_on: plans the step on one of them.
+        global_batch_size: rows of one optimizer step; a mesh must get there by whole micro-batches.
+        budget_gib: what a rank may use; nine tenths of the device's memory if None.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        ConfigError: no times are known, or no mesh will do; the message has the reason for each.
+    """
+    reports: dict[MeshSpec, PlanReport] = {}
+    trials: list[MeshTrial] = []
+    for mesh in candidates:
+        try:
+            report = plan_on(mesh)
+        except CaptureError:
+            raise
+        except AutoParallelError as error:  # this mesh will not do; another may
+            trials.append(MeshTrial(mesh=dict(mesh.axes), fits=False, why_not=str(error)))
+            continue
+        reports[mesh] = report
+        trials.append(_trial(mesh, report, global_batch_size, budget_gib))
+    ranked = sorted(trials, key=lambda one: (not one.fits, one.us_per_sample or math.inf))
+    if not ranked[0].fits:
+        reasons = "; ".join(f"{MeshSpec(axes=tuple(one.mesh.items()))}: {one.why_not}" for one in ranked)
+        raise InfeasiblePlanError(f"no mesh of these ranks will do. {reasons}")
+    best = reports[MeshSpec(axes=tuple(ranked[0].mesh.items()))]
+    return replace(best, meshes=tuple(ranked))
+
+
+def _trial(mesh: MeshSpec, report: PlanReport, global_batch_size: int | None, budget_gib: float | None) -> MeshTrial:
+    """One mesh, from its report.
+
+    Raises:
+        ConfigError: its times, or the rows of a step, are not known: then nothing can be ranked.
+    """
+    if report.step_time_us is None or not report.samples:
+        unknown = "the step's time is" if report.step_time_us is None else "the rows of a step are"
+        raise ConfigError(
+            f"mesh 'auto' ranks meshes by predicted time per sample, but {unknown} not known: "
+            f"{'; '.join(report.notes) or 'no dim of the batch is marked as rows'}; name a mesh instead"
+        )
+    accumulation = 1 if global_batch_size is None else global_batch_size // report.samples
+    taken = _taken_bytes(report)
+    reasons = _reasons(report, taken, global_batch_size, budget_gib)
+    return MeshTrial(
+        mesh=dict(mesh.axes),
+        fits=not reasons,
+        why_not="; ".join(reasons) or None,
+        us_per_sample=report.step_time_us / report.samples,
+        step_time_us=report.step_time_us,
+        exposed_us=sum(report.predictions[name].exposed_us for name in report.step_graphs),
+        taken_bytes=taken,
+        samples=report.samples,
+        accumulation=max(1, accumulation),
+    )
+
+
+def _taken_bytes(report: PlanReport) -> float | None:
+    """What is alive at most, and reserved beyond that on hardware where it is known."""
+    alive = report.training_peak_bytes
+    return None if alive is None else alive * (1 + (report.hardware.get("reserved_share") or 0.0))
+
+
+def _reasons(
+    report: PlanReport, taken: float | None, global_batch_size: int | None, budget_gib: float | None
+) -> list[str]:
+    reasons = list(_memory(taken, budget_gib, report.hardware.get("memory_bytes")))
+    samples = report.samples
+    assert samples
+    if global_batch_size is not None and samples > global_batch_size:
+        reasons.append(f"takes {samples} rows at once, more than {global_batch_size}: have fewer rows on a rank")
+    elif global_batch_size is not None and global_batch_size % samples:
+        reasons.append(f"{global_batch_size} rows are no multiple of the {samples} that it takes at once")
+    return reasons
+
+
+def _memory(taken: float | None, budget_gib: float | None, device_bytes: float | None) -> Iterator[str]:
+    budget = budget_gib * 2**30 if budget_gib is not None else USABLE * (device_bytes or math.inf)
+    if taken is not None and taken > budget:
+        yield f"takes {taken / 2**30:.3g} GiB of a rank, which may use {budget / 2**30:.3g}"

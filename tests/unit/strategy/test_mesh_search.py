@@ -1,0 +1,140 @@
+"""``mesh="auto"``: which meshes are tried, how they are ranked, and that each is planned as if it had been given."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_autoparallel import AutoParallelStrategy, plan
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, InfeasiblePlanError
+from lightning_autoparallel.strategy.mesh_search import meshes
+
+BATCH = (torch.zeros(4, 64), torch.zeros(4, 64))
+
+
+class Net(LightningModule):
+    """A wide multilayer perceptron; two of its products are cut well by tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self.down(self.up(x).relu()), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def planned(mesh: Any, module: LightningModule | None = None, **options: Any) -> PlanReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan(
+            module or Net(), BATCH, mesh, **{"world_size": 8, "ranks_per_node": 4, "hardware": "h100", **options}
+        )
+
+
+def axes(*args: Any) -> list[dict[str, int]]:
+    return [dict(mesh.axes) for mesh in meshes(*args)]
+
+
+def test_auto_may_use_every_axis() -> None:
+    assert axes(PlanSpec.parse("auto"), 8, 4) == [
+        {"dp_shard": 8},
+        {"dp_replicate": 2, "dp_shard": 4},
+        {"dp_shard": 4, "tp": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "tp": 4},
+    ]
+
+
+def test_a_plan_gets_no_axis_that_it_leaves_idle() -> None:
+    assert axes(PlanSpec.parse("fsdp"), 8, 4) == [{"dp_shard": 8}]
+    assert axes(PlanSpec.parse("hsdp"), 8, 4) == [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 4}]
+    ruled = PlanSpec.parse({"base": "fsdp", "rules": {"up.weight": {"tp": "S(0)"}}})
+    assert axes(ruled, 8, 4) == [{"dp_shard": 8}, {"dp_shard": 4, "tp": 2}, {"dp_shard": 2, "tp": 4}]
+
+
+def test_one_rank_has_one_mesh() -> None:
+    assert axes(PlanSpec.parse("auto"), 1, 8) == [{"dp_shard": 1}]
+
+
+def test_each_mesh_is_planned_as_if_it_had_been_given() -> None:
+    report = planned("auto", plan="auto")
+    assert len(report.meshes) == 5
+    for trial in report.meshes:
+        alone = planned(dict(trial.mesh), plan="auto")
+        assert trial.step_time_us == pytest.approx(alone.step_time_us)
+        assert trial.samples == alone.samples
+        assert trial.us_per_sample == pytest.approx(alone.step_time_us / alone.samples)
+    per_sample = [trial.us_per_sample for trial in report.meshes]
+    assert per_sample == sorted(per_sample) and len(set(per_sample)) > 1
+    assert dict(report.mesh) == dict(report.meshes[0].mesh)
+
+
+def test_a_global_batch_is_reached_by_whole_micro_batches() -> None:
+    report = planned("auto", plan="auto", global_batch_size=24)
+    fits = {tuple(trial.mesh.items()): trial.accumulation for trial in report.meshes if trial.fits}
+    # 4 rows on each data-parallel rank: 8 x 4 rows are more than 24, 4 x 4 do not divide it, 2 x 4 do.
+    assert fits == {(("dp_shard", 2), ("tp", 4)): 3}
+    assert dict(report.mesh) == {"dp_shard": 2, "tp": 4}
+    reasons = {trial.samples: trial.why_not for trial in report.meshes if not trial.fits}
+    assert "more than 24" in reasons[32] and "no multiple of the 16" in reasons[16]
+
+
+def test_where_nothing_fits_every_mesh_says_why() -> None:
+    with pytest.raises(InfeasiblePlanError, match=r"no mesh of these ranks.*\{dp_shard: 8\}: takes .* may use 1e-05"):
+        planned("auto", plan="fsdp", memory_budget_gib=1e-5)
+
+
+def test_without_times_nothing_is_ranked() -> None:
+    with pytest.raises(ConfigError, match="ranks meshes by predicted time"):
+        planned("auto", Unpriced(), plan="ddp")
+
+
+def test_what_no_mesh_can_capture_ends_the_search() -> None:
+    with pytest.raises(CaptureError):
+        planned("auto", Branches(), plan="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"dp_shard": 8}, "global_batch_size": 8}, "one is given"),
+        ({"mesh": "auto", "global_batch_size": 0}, "at least 1"),
+        ({"mesh": "fastest"}, "names no axes"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(**options)
+
+
+def test_a_training_is_told_to_plan_first() -> None:
+    with pytest.raises(AutoParallelError, match=r"plan --strategy\.mesh auto"):
+        AutoParallelStrategy(mesh="auto")
+
+
+class Unpriced(Net):
+    """Its step multiplies complex matrices, of which no hardware's peak is known."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        product = self.down.weight.to(torch.complex64) @ self.up.weight.to(torch.complex64)
+        return super().training_step(batch, batch_idx) + product.real.sum()
+
+
+class Branches(Net):
+    """Its step asks for a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss.item() > 0 else loss
