@@ -6,6 +6,7 @@ from lightning_autoparallel.checkpoint.location import Location, put_back_in
 from lightning_autoparallel.checkpoint.optimizers import optimizer_state
 from lightning_autoparallel.checkpoint.safetensors_folder import CONFIG, SafetensorsFolder, write_safetensors
 from lightning_autoparallel.checkpoint.sharded import (
+    FOUND_PLAN,
     RANDOM_STATE,
     folder_of,
     load_sharded_model,
@@ -31,6 +32,7 @@ from lightning_autoparallel.checkpoint.weights_only import save_weights
 __all__ = [
     "CONFIG",
     "FILE_LIMIT_BYTES",
+    "FOUND_PLAN",
     "RANDOM_STATE",
     "BackgroundWriter",
     "Location",

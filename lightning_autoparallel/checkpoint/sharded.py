@@ -26,6 +26,7 @@ from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.torch_compat.dcp import LoadPlanner, reader_of, writer_to
 
 RANDOM_STATE = "autoparallel_random_state"
+FOUND_PLAN = "autoparallel_found_plan"
 MODEL, OPTIMIZER = "model", "optimizer_{}"
 
 

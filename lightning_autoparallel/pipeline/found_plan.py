@@ -23,6 +23,7 @@ from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept
 from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, plan_document, restore_plan
 
@@ -64,6 +65,15 @@ class FoundPlan:
     rounds: int = 0
     is_open: bool = True
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    question: Question | None = None
+    from_checkpoint: Mapping[str, Any] | None = None
+
+    @property
+    def for_checkpoints(self) -> dict[str, Any] | None:
+        """What a checkpoint is to hold of the plan; None where none was found."""
+        if self.spec is None or self.question is None:
+            return self.from_checkpoint if self.from_checkpoint is None else dict(self.from_checkpoint)
+        return kept(self.question, self.document, self.notes)
 
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""
@@ -120,6 +130,7 @@ class FoundPlan:
         if self.spec is not None and self.shapes != _shapes(module):
             self.spec, self.document, self.notes, self.policy = None, {}, (), None
             self.missing_bytes, self.rounds, self.is_open = 0.0, 0, True
+            self.question = self.from_checkpoint = None
 
     def in_force(self, configured: PlanSpec, mesh: ParallelMesh) -> PlanSpec:
         """The plan that steps are made by: as configured, or for ``auto`` what stands in its place now."""
@@ -190,8 +201,11 @@ def _find_within(
     """
     found, room_bytes = context.found, budget_bytes
     found.policy = policy
+    found.question = Question.of(context.config.plan, context.mesh, costs, found.budget_bytes, policy)
+    held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     while True:
-        found.spec, found.document, found.notes = _found(captured, context, costs, room_bytes)
+        found.spec, found.document, found.notes = _found(captured, context, costs, room_bytes, held)
+        held = None
         plan = found.plan_of(captured, context.config.plan, context.mesh)
         assert plan is not None
         kept = kept_bytes(captured, plan)
@@ -213,6 +227,14 @@ def _find_within(
                 "(accumulate_grad_batches), or have more recomputed"
             )
         room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * _A_LITTLE_MORE
+
+
+def _solved(
+    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float
+) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
+    plan = make_plan(captured, context.config.plan, context.mesh, context.warn, costs=costs, room_bytes=room_bytes)
+    assert plan.found is not None
+    return plan.found, plan_document(captured, plan, plan.found, context.mesh), plan.notes
 
 
 def _together(action: Callable[[], float], context: StageContext) -> float:
@@ -251,16 +273,19 @@ def _most_bytes(captured: CapturedGraph) -> float:
 
 
 def _found(
-    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float
+    captured: CapturedGraph,
+    context: StageContext,
+    costs: CostModel,
+    room_bytes: float,
+    held: Mapping[str, Any] | None,
 ) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
     error: Exception | None = None
     found: tuple[Any, ...] = ()
     if dist.get_rank() == 0:
         try:
-            asked, mesh = context.config.plan, context.mesh
-            plan = make_plan(captured, asked, mesh, context.warn, costs=costs, room_bytes=room_bytes)
-            assert plan.found is not None
-            found = plan.found, plan_document(captured, plan, plan.found, context.mesh), plan.notes
+            assert context.found.question is not None
+            known = answer(held, context.found.question, captured)
+            found = known or _solved(captured, context, costs, room_bytes)
         except AutoParallelError as ours:
             error = ours
         except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.apply import gathered
 from lightning_autoparallel.checkpoint import (
     FILE_LIMIT_BYTES,
+    FOUND_PLAN,
     RANDOM_STATE,
     BackgroundWriter,
     Location,
@@ -184,6 +185,9 @@ class SavingStrategy(WorldStrategy):
         self.wait_for_checkpoint()
         path = self.broadcast(str(filepath))
         random_state = {} if self._engine is None else self._engine.random_state
+        found = None if self._engine is None else self._engine.context.found.for_checkpoints
+        if found is not None and "optimizer_states" in checkpoint:
+            checkpoint = {**checkpoint, FOUND_PLAN: found}
         group = None if self._writer is None else self._writer.group
         made, self._made = self._made, []
         keep: Callable[[dict[str, Any]], dict[str, Any]] = dict if self._writer is None else copied
@@ -276,8 +280,10 @@ class SavingStrategy(WorldStrategy):
             module = self.lightning_module
             assert module is not None
             checkpoint, random_state = load_sharded_model(self._folder, module, module.strict_loading, weights_only)
+        found = checkpoint.pop(FOUND_PLAN, None)
         if self._engine is not None:
             self._engine.random_state = random_state
+            self._engine.context.found.from_checkpoint = found
         return checkpoint
 
     def _read(self, path: str, location: Location | None, weights_only: bool | None) -> dict[str, Any]:

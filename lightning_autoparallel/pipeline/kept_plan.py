@@ -1,0 +1,70 @@
+"""What plan ``auto`` has found, as it is kept in checkpoints: a training that goes on does so by the same plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.plan import is_of_graph
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a plan was found for, beside the graph: another answer may be better where any of it is another."""
+
+    asked: str
+    mesh: str
+    hardware: str
+    budget_bytes: float
+    policy: str
+
+    @classmethod
+    def of(
+        cls,
+        asked: PlanSpec,
+        mesh: ParallelMesh,
+        costs: CostModel,
+        budget_bytes: float,
+        policy: str | CheckpointFunction,
+    ) -> Question:
+        """Everything as text, which files of every kind keep as it is."""
+        named = policy if isinstance(policy, str) else f"{policy.__module__}.{policy.__qualname__}"
+        return cls(
+            asked=json.dumps(asked.as_written(), sort_keys=True),
+            mesh=json.dumps(mesh.sizes),
+            hardware=json.dumps(costs.hardware.as_json(), sort_keys=True, default=str),
+            budget_bytes=budget_bytes,
+            policy=named,
+        )
+
+
+def kept(question: Question, document: Mapping[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:
+    """What a checkpoint holds of a plan."""
+    return {
+        "version": VERSION,
+        "question": dict(vars(question)),
+        "document": json.dumps(document),
+        "notes": list(notes),
+    }
+
+
+def answer(
+    held: Mapping[str, Any] | None, question: Question, captured: CapturedGraph
+) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]] | None:
+    """The plan of a checkpoint as rules, document and notes; None where it answers another question."""
+    if held is None or held.get("version") != VERSION or held["question"] != vars(question):
+        return None
+    document = json.loads(held["document"])
+    if not is_of_graph(document, captured):
+        return None
+    spec = PlanSpec.parse({"base": document["base"], "rules": document["rules"]})
+    note = "plan auto: as it was found before the checkpoint that this training goes on from"
+    return spec, document, tuple(dict.fromkeys((*held["notes"], note)))
