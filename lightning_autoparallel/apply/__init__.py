@@ -12,7 +12,7 @@ from lightning_autoparallel.apply.gather import (
 )
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.materialise import materialise_module, materialise_whole
-from lightning_autoparallel.apply.other_shards import lie_anew
+from lightning_autoparallel.apply.other_shards import immovable, lie_anew
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
     Replacements,
@@ -33,6 +33,7 @@ __all__ = [
     "copies_of",
     "gather_module",
     "gathered",
+    "immovable",
     "lie_anew",
     "lower_graph",
     "materialise_module",

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_autoparallel.apply.params import ParameterLayout
-from lightning_autoparallel.torch_compat.other_spec import take_shards
-from lightning_autoparallel.torch_compat.tree import tree_map
+from lightning_autoparallel.torch_compat.other_spec import is_held_elsewhere, take_shards
+from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 
 
 @torch.no_grad()
@@ -38,6 +38,29 @@ def lie_anew(
             if id(trained) in places:
                 follow = partial(_follow, trained.shape, places[id(trained)])
                 state.update({key: tree_map(follow, value) for key, value in state.items()})
+
+
+def immovable(module: nn.Module, optimizers: Iterable[Optimizer]) -> frozenset[str]:
+    """Parameters that must stay where this rank has them, by all of their names.
+
+    Something else holds their memory, such as a ``p.data`` that was taken, or an optimizer keeps what is cut otherwise
+    than they are: neither can follow.
+    """
+    cut_otherwise = {
+        id(trained)
+        for optimizer in optimizers
+        for trained, state in optimizer.state.items()
+        if any(_stays(trained.shape, kept) for kept in tree_leaves(dict(state)))
+    }
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor) and (id(parameter) in cut_otherwise or is_held_elsewhere(parameter))
+    )
+
+
+def _stays(shape: torch.Size, kept: Any) -> bool:
+    return isinstance(kept, Tensor) and kept.dim() > 0 and not (isinstance(kept, DTensor) and kept.shape == shape)
 
 
 def _lies_so(value: DTensor, layout: ParameterLayout) -> bool:

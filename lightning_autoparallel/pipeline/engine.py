@@ -22,6 +22,7 @@ from lightning_autoparallel.apply import (
     check_initialised,
     copies_of,
     gather_module,
+    immovable,
     lie_anew,
     materialise_module,
     parameter_layouts,
@@ -265,7 +266,8 @@ class StepEngine:
             if self.context.found.is_due(self.context, call):
                 with errors_of_the_step():
                     request = self.request(call, layout, leaves, rebuild, counters)
-                    find_plan(self.context, request, step_peak_bytes)
+                    stays = immovable(self.module, self.optimizers())
+                    find_plan(self.context, request, step_peak_bytes, stays, self.layouts)
                 self.context.found.remember(self.module)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters)

@@ -7,25 +7,29 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from glob import escape
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
-from lightning_autoparallel.config import AUTO, PlanSpec
+from lightning_autoparallel.config import AUTO, STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
+from lightning_autoparallel.errors import AutoParallelError, ConfigError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import is_shard
+from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept
 from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, plan_document, restore_plan
+from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -37,6 +41,7 @@ _USABLE = 0.9  # of a device's memory
 _COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a gradient is as large
 _A_LITTLE_MORE = 1.01  # than what is missing: then it ends
 _ROUNDS = 4
+_SHOWN = 5  # names in a note
 StepPeak = Callable[[CapturedGraph, ShardingPlan, "StageContext"], float]
 
 
@@ -66,7 +71,12 @@ class FoundPlan:
     is_open: bool = True
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     question: Question | None = None
+    pins: tuple[PlanRule, ...] = ()
     from_checkpoint: Mapping[str, Any] | None = None
+
+    def asked(self, configured: PlanSpec) -> PlanSpec:
+        """What is asked for, with what must stay where it is."""
+        return replace(configured, rules=(*configured.rules, *self.pins))
 
     @property
     def for_checkpoints(self) -> dict[str, Any] | None:
@@ -146,8 +156,16 @@ class FoundPlan:
         return ShardingPlan(**{**vars(plan), "name": configured.name, "found": self.spec, "notes": self.notes})
 
 
-def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: StepPeak) -> None:
+def find_plan(
+    context: StageContext,
+    request: StepRequest,
+    step_peak_bytes: StepPeak,
+    stays: Container[str] = (),
+    layouts: Mapping[str, ParameterLayout] = MappingProxyType({}),
+) -> None:
     """Find the plan for a step, where ranks have agreed that they are about to capture it; every rank calls it alike.
+
+    Parameters that on any rank are in ``stays`` are left where ``layouts`` have them.
 
     What its activations take is known once it is planned: where that leaves less room for parameters than they have,
     or recomputing more would leave more, it is planned again.
@@ -172,10 +190,11 @@ def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: Step
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
     before = found.spec, found.document, found.notes, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
+    found.pins = staying(context, stays, layouts)
     refused: list[str] = []
     for policy in policies:
         try:
-            _find_within(captured, context, costs, policy, budget, step_peak_bytes)
+            _find_within(captured, context, costs, policy, budget, step_peak_bytes, layouts)
             return
         except Exception as error:
             # Parameters lie as they did.
@@ -186,6 +205,49 @@ def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: Step
     raise InfeasiblePlanError("; ".join(refused))
 
 
+def staying(
+    context: StageContext, stays: Container[str], layouts: Mapping[str, ParameterLayout]
+) -> tuple[PlanRule, ...]:
+    """Rules that leave what cannot follow where it lies, on whichever rank it is; every rank calls it."""
+    mine = [name for name in layouts if name in stays]
+    everywhere = {name for names in context.control.gather(mine) for name in names}
+    pins = []
+    for name in (name for name in layouts if name in everywhere):
+        layout = layouts[name]
+        lies = zip(layout.axes, layout.placements, strict=True)
+        texts = tuple((one, placement_text(placement)) for axis, placement in lies for one in axis.mesh_axes)
+        pins.append(PlanRule(key=f"{STORED}:{name}", kind=STORED, pattern=escape(name), placements=texts))
+        # What computes with a part of it would have it cut in another order.
+        rules = [rule for rule in context.config.plan.rules if rule.kind == "parameter"]
+        free = [axis for axis in layout.axes if rule_placement(rules, name, layout.shape, axis) is None]
+        whole = tuple((one, "R") for axis in free for one in axis.mesh_axes if not axis.shards_batch)
+        if whole:
+            pins.append(PlanRule(key=name, kind="parameter", pattern=escape(name), placements=whole))
+    return tuple(pins)
+
+
+def _told(pins: Sequence[PlanRule]) -> tuple[str, ...]:
+    if not pins:
+        return ()
+    names = [rule.key.removeprefix(f"{STORED}:") for rule in pins if rule.kind == STORED]
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (
+        f"plan auto: {shown} stay where they were before the first step: something holds their memory (as p.data that "
+        "was taken), or an optimizer's state of another shape, which could not follow",
+    )
+
+
+def _check_staying(plan: ShardingPlan, pins: Sequence[PlanRule], layouts: Mapping[str, ParameterLayout]) -> None:
+    for rule in pins:
+        name = rule.key.removeprefix(f"{STORED}:")
+        if rule.kind == STORED and name in plan.parameters and plan.parameters[name] != layouts[name].placements:
+            raise ConfigError(
+                f"plan auto would move {name} from {layouts[name].placements} to {plan.parameters[name]}, but "
+                "something holds its memory (as p.data that was taken before the first step) and could not follow: let go of it, "
+                "or name a plan"
+            )
+
+
 def _find_within(
     captured: CapturedGraph,
     context: StageContext,
@@ -193,6 +255,7 @@ def _find_within(
     policy: str | CheckpointFunction,
     budget_bytes: float,
     step_peak_bytes: StepPeak,
+    layouts: Mapping[str, ParameterLayout],
 ) -> None:
     """The plan with this policy.
 
@@ -201,13 +264,14 @@ def _find_within(
     """
     found, room_bytes = context.found, budget_bytes
     found.policy = policy
-    found.question = Question.of(context.config.plan, context.mesh, costs, found.budget_bytes, policy)
+    found.question = Question.of(found.asked(context.config.plan), context.mesh, costs, found.budget_bytes, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     while True:
         found.spec, found.document, found.notes = _found(captured, context, costs, room_bytes, held)
         held = None
         plan = found.plan_of(captured, context.config.plan, context.mesh)
         assert plan is not None
+        _check_staying(plan, found.pins, layouts)
         kept = kept_bytes(captured, plan)
         found.predicted_bytes = kept + _most_bytes(captured)
         if found.predicted_bytes <= budget_bytes:
@@ -232,9 +296,11 @@ def _find_within(
 def _solved(
     captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float
 ) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
-    plan = make_plan(captured, context.config.plan, context.mesh, context.warn, costs=costs, room_bytes=room_bytes)
+    asked = context.found.asked(context.config.plan)
+    plan = make_plan(captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes)
     assert plan.found is not None
-    return plan.found, plan_document(captured, plan, plan.found, context.mesh), plan.notes
+    notes = (*plan.notes, *_told(context.found.pins))
+    return plan.found, plan_document(captured, plan, plan.found, context.mesh), notes
 
 
 def _together(action: Callable[[], float], context: StageContext) -> float:

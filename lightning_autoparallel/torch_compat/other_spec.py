@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.tensor import DTensor
+
+_OWN = 2  # the local tensor, and the storage object that is asked
 
 
 def take_shards(tensor: DTensor, other: DTensor) -> None:
@@ -13,3 +16,9 @@ def take_shards(tensor: DTensor, other: DTensor) -> None:
     """
     assert tensor.shape == other.shape and tensor.dtype == other.dtype
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
+def is_held_elsewhere(tensor: DTensor) -> bool:
+    """Whether something besides ``tensor`` has its memory, as a ``tensor.data`` that was taken."""
+    storage = tensor._local_tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _OWN

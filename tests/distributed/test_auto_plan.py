@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -172,3 +173,31 @@ def evaluate_what_is_left() -> tuple[float, float]:
 def test_shards_that_another_strategy_has_left_are_moved(worlds: Worlds) -> None:
     for expected, found in worlds(2).run(evaluate_what_is_left):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class HoldsMemory(Found):
+    """Changes a weight by the memory that it had before the first step; rank 0 holds another's."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "hardware": dict(SLOW_MEMORY)}
+
+    def on_fit_start(self) -> None:
+        self.held = [self.layers[0].up.weight.data]
+        if self.trainer.global_rank == 0:
+            self.alone = self.head.weight.detach()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.held[0].mul_(0.5)  # the weight itself, by its other name
+
+    def on_train_end(self) -> None:
+        reports = getattr(self.trainer.strategy, "reports", {})
+        warnings.warn("; ".join(note for report in reports.values() for note in report.notes), stacklevel=1)
+
+
+def fit_and_hold(mesh: Mapping[str, int]) -> Any:
+    return train(HoldsMemory, mesh, math.prod(mesh.values()))
+
+
+def test_parameters_whose_memory_is_held_stay_where_they_are(worlds: Worlds) -> None:
+    ranks = worlds(4).run(fit_and_hold, {"dp_shard": 2, "tp": 2})
+    assert_equals_one_device(ranks, train(HoldsMemory, None))
+    assert ranks[0].said("head.weight stay where they were") == 1
