@@ -15,6 +15,7 @@ from lightning_autoparallel.callbacks.predictions import (
 )
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.callbacks.tried_meshes import meshes_table
+from lightning_autoparallel.cli.page import report_page
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.trace import chrome_trace
 from lightning_autoparallel.contracts import PlanReport
@@ -39,6 +40,7 @@ class CommandTrainer(Trainer):
         hardware: str | dict[str, Any] | None = None,
         trace: str | None = None,
         plot: str | None = None,
+        html: str | None = None,
         **options: Any,
     ) -> None:
         """Capture, plan, count and time the training step for a world of any size, in one CPU process.
@@ -51,14 +53,15 @@ class CommandTrainer(Trainer):
                 `calibrate`, or {base: h100, KEY: MEASURED}.
             trace: write the predicted timeline to this file, for Perfetto or chrome://tracing.
             plot: draw predicted memory and timeline as PNG files into this folder.
+            html: write the report to this file as a page for a browser.
             options: what the strategy and this Trainer were made from.
 
         Raises:
-            ConfigError: ``output`` or ``trace`` is a folder, the hardware is not known, ``plot`` lacks matplotlib, a
-                process group exists already, or there is no batch to plan for.
+            ConfigError: ``output``, ``trace`` or ``html`` is a folder, the hardware is not known, ``plot`` lacks
+                matplotlib, a process group exists already, or there is no batch to plan for.
             AutoParallelError: the step cannot be captured or planned.
         """
-        for name, file in (("output", output), ("trace", trace)):
+        for name, file in (("output", output), ("trace", trace), ("html", html)):
             if file is not None and Path(file).is_dir():
                 raise ConfigError(f"--{name} {file} is a folder: name the file to write to")
         if plot is not None:
@@ -68,7 +71,7 @@ class CommandTrainer(Trainer):
             self.strategy.predict_for(hardware)
         start = time.perf_counter()
         report = run_planning(self, model, datamodule)
-        _write(report, output, trace, plot)
+        _write(report, output, trace, plot, html)
         print_report(report, time.perf_counter() - start)
 
 
@@ -88,7 +91,7 @@ def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:
     return ["world_size", "ranks_per_node", "global_batch_size", "output", "dump", "inference"]
 
 
-def _write(report: PlanReport, output: str | None, trace: str | None, plot: str | None) -> None:
+def _write(report: PlanReport, output: str | None, trace: str | None, plot: str | None, html: str | None) -> None:
     """The files that were asked for.
 
     Raises:
@@ -96,6 +99,8 @@ def _write(report: PlanReport, output: str | None, trace: str | None, plot: str 
     """
     if output is not None:
         ArtifactWriter(Path(output).parent).text(Path(output).name, to_json(report.as_json()))
+    if html is not None:
+        ArtifactWriter(Path(html).parent).text(Path(html).name, report_page(report))
     if (trace is not None or plot is not None) and not report.predictions:
         raise ConfigError(f"nothing to draw for --trace or --plot: {'; '.join(report.notes)}")
     if trace is not None:

@@ -243,8 +243,8 @@ def _check_staying(plan: ShardingPlan, pins: Sequence[PlanRule], layouts: Mappin
         if rule.kind == STORED and name in plan.parameters and plan.parameters[name] != layouts[name].placements:
             raise ConfigError(
                 f"plan auto would move {name} from {layouts[name].placements} to {plan.parameters[name]}, but "
-                "something holds its memory (as p.data that was taken before the first step) and could not follow: let go of it, "
-                "or name a plan"
+                "something holds its memory (as p.data that was taken before the first step) and could not follow: "
+                "let go of it, or name a plan"
             )
 
 

@@ -147,6 +147,15 @@ def test_a_plan_is_found_and_written(tmp_path, capsys):
     assert plan(tmp_path, "--world-size", "4", "--strategy.plan", file, *options[2:4]) == 0
 
 
+def test_a_page_is_written(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "4", "--strategy.plan", "auto", "--html", "pages/plan.html") == 0
+    page = (tmp_path / "pages" / "plan.html").read_text()
+    assert "training_step, plan auto" in page
+    assert "model.layers.*" in page
+    assert "exposed: all_gather" in page
+    assert len(page) < 200_000
+
+
 def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
     trainer = {
         "accelerator": "gpu",
@@ -168,6 +177,7 @@ def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
         (["--world-size", "8", "--strategy.mesh", "{dp_shard: 3}"], "mesh {dp_shard: 3} needs 3 ranks"),
         (["--world-size", "8", "--output", "."], "--output . is a folder"),
         (["--world-size", "8", "--trace", "."], "--trace . is a folder"),
+        (["--world-size", "8", "--html", "."], "--html . is a folder"),
         (["--world-size", "8", "--hardware", "h10"], "did you mean 'h100'"),
         (["--world-size", "8", "--data.init_args.batch_size", "100000"], "batch_size=100000"),
         (["--world-size", "8", "--strategy.plan", '{"*.nope": {"tp": "R"}}'], "nope"),
