@@ -52,29 +52,31 @@ def lanes_of(predicted: GraphPrediction, most: int) -> Lanes:
         streams.setdefault(event.stream, []).append(event)
     idle = idle_times(streams[COMPUTE], predicted.time_us)
     parts = {name: list(_common(events, idle)) if name != COMPUTE else [] for name, events in streams.items()}
-    resolution_us = predicted.time_us / _FINEST_PARTS
-    while True:
-        lanes = tuple(
-            Lane(stream=name, spans=merged(streams[name], resolution_us), exposed=merged(parts[name], resolution_us))
+    drawn = Lanes(
+        lanes=tuple(
+            Lane(stream=name, spans=_spans(streams[name]), exposed=_spans(parts[name]))
             for name in sorted(streams, key=lambda stream: (stream != COMPUTE, stream))
-        )
-        found = Lanes(lanes=lanes, idle=merged(idle, resolution_us))
-        if found.size <= most or resolution_us >= predicted.time_us:
-            return found
+        ),
+        idle=_spans(idle),
+    )
+    resolution_us = predicted.time_us / _FINEST_PARTS
+    drawn = _coarser(drawn, resolution_us)
+    while drawn.size > most and resolution_us < predicted.time_us:
         resolution_us *= 2
+        drawn = _coarser(drawn, resolution_us)
+    return drawn
 
 
-def merged(events: Iterable[TimelineEvent], resolution_us: float) -> tuple[Span, ...]:
-    """Events of one lane in their order, spans too narrow to see joined with what follows closely."""
-    spans: list[Span] = []
-    for event in events:
-        span = _span(event)
-        last = spans[-1] if spans else None
+def merged(spans: Iterable[Span], resolution_us: float) -> tuple[Span, ...]:
+    """Spans of one lane in their order, those too narrow to see joined with what follows closely."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
         if last is None or span.start_us - last.end_us >= resolution_us or _is_seen(last, resolution_us):
-            spans.append(span)
+            found.append(span)
         else:
-            spans[-1] = _joined(last, span)
-    return tuple(spans)
+            found[-1] = _joined(last, span)
+    return tuple(found)
 
 
 def idle_times(computing: Sequence[TimelineEvent], end_us: float) -> list[TimelineEvent]:
@@ -102,15 +104,27 @@ def _common(events: Sequence[TimelineEvent], idle: Sequence[TimelineEvent]) -> I
             yield replace(event, start_us=start_us, duration_us=min(event.end_us, idle[i].end_us) - start_us)
 
 
-def _span(event: TimelineEvent) -> Span:
-    return Span(
-        start_us=event.start_us,
-        end_us=event.end_us,
-        busy_us=event.duration_us,
-        calls=1,
-        longest=event.name,
-        longest_us=event.duration_us,
+def _spans(events: Iterable[TimelineEvent]) -> tuple[Span, ...]:
+    """A span for each event."""
+    return tuple(
+        Span(
+            start_us=event.start_us,
+            end_us=event.end_us,
+            busy_us=event.duration_us,
+            calls=1,
+            longest=event.name,
+            longest_us=event.duration_us,
+        )
+        for event in events
     )
+
+
+def _coarser(drawn: Lanes, resolution_us: float) -> Lanes:
+    lanes = tuple(
+        replace(lane, spans=merged(lane.spans, resolution_us), exposed=merged(lane.exposed, resolution_us))
+        for lane in drawn.lanes
+    )
+    return Lanes(lanes=lanes, idle=merged(drawn.idle, resolution_us))
 
 
 def _is_seen(span: Span, resolution_us: float) -> bool:

@@ -40,10 +40,11 @@ th { text-align: left; color: var(--soft); font-weight: 500; }
 th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:last-child, td:last-child { padding-right: 0; }
 .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td:first-child { min-width: 170px; }
 tr.whole td { font-weight: 600; } tr.inside td:first-child { padding-left: 18px; } tr.faint td { color: var(--soft); }
 code { font: 12.5px ui-monospace, monospace; overflow-wrap: anywhere; }
 .chip { display: inline-block; font: 12px ui-monospace, monospace; background: var(--paper); border-radius: 5px;
-  border: 1px solid var(--line); padding: 0 5px; margin: 0 4px 2px 0; }
+  white-space: nowrap; border: 1px solid var(--line); padding: 0 5px; margin: 0 4px 2px 0; }
 details { margin-top: 8px; font-size: 13px; } details p { margin: 10px 0 0; }
 summary { cursor: pointer; color: var(--soft); }
 ul { margin: 6px 0; padding-left: 20px; font-size: 13px; } li { overflow-wrap: anywhere; }
@@ -61,7 +62,10 @@ svg .live { fill: var(--live); fill-opacity: .75; } svg .base { fill: var(--base
 svg .peak { stroke: var(--exposed); stroke-dasharray: 4 4; vector-effect: non-scaling-stroke; }
 svg.mesh { max-width: none; } .mesh text { font: 10px system-ui, sans-serif; text-anchor: middle; fill: var(--ink); }
 .m0 { fill: var(--m0); } .m1 { fill: var(--m1); } .m2 { fill: var(--m2); } .m3 { fill: var(--m3); }
-.zoom > label { font-size: 13px; color: var(--soft); } .zoom > input:checked ~ .panels .stretch { width: 500%; }
+.zoom > label { font-size: 13px; color: var(--soft); }
+.zoom > input:checked ~ .panels .stretch { width: 500%; }
+.axis.fine, .zoom > input:checked ~ .panels .axis.coarse { display: none; }
+.zoom > input:checked ~ .panels .axis.fine { display: block; }
 .lanes { display: grid; grid-template-columns: 110px minmax(0, 1fr); }
 .labels div { height: 28px; line-height: 28px; font-size: 12px; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap; padding-right: 8px; }

@@ -63,7 +63,7 @@ def _panel(name: str, predicted: GraphPrediction, most: int) -> str:
         f"{format_time(predicted.communication_us)}, exposed {format_time(predicted.exposed_us)} ({100 * share:.1f} %)"
     )
     labels = "".join(f'<div title="{text(lane.stream)}">{clipped(lane.stream)}</div>' for lane in lanes.lanes)
-    drawn = f'<div class="stretch">{lanes_svg(lanes, predicted.time_us)}{_axis(predicted.time_us)}</div>'
+    drawn = f'<div class="stretch">{lanes_svg(lanes, predicted.time_us)}{_axes(predicted.time_us)}</div>'
     return (
         f'<h3>{text(name)} <small>{text(said)}</small></h3><div class="lanes"><div class="labels">{labels}</div>'
         f'<div class="scroll">{drawn}</div></div>'
@@ -91,13 +91,15 @@ def _bar(span: Span, look: str, scale: float, top: int, height: int, prefix: str
     return f'<rect class="{look}" {place}{faint}><title>{said}</title></rect>'
 
 
-def _axis(time_us: float) -> str:
-    return f'<div class="axis">{"".join(_marks(time_us))}</div>'
+def _axes(time_us: float) -> str:
+    """Two axes, of which the style sheet shows the one that suits the width."""
+    widths = (("coarse", 8), ("fine", 40))
+    return "".join(f'<div class="axis {look}">{"".join(_marks(time_us, most))}</div>' for look, most in widths)
 
 
-def _marks(time_us: float) -> Iterator[str]:
+def _marks(time_us: float, most: int) -> Iterator[str]:
     unit, size = ("us", 1.0) if time_us < 1e3 else ("ms", 1e3) if time_us < 1e6 else ("s", 1e6)
-    for at in ticks(time_us / size, 8):
+    for at in ticks(time_us / size, most):
         share = at * size / time_us if time_us > 0 else 0.0
         if share < 0.97:  # the last one would stand half outside
             yield f'<span style="left:{100 * share:.2f}%">{at:g} {unit}</span>'
