@@ -15,8 +15,10 @@ from lightning_autoparallel.callbacks.predictions import (
 )
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.callbacks.tried_meshes import meshes_table
+from lightning_autoparallel.cli.compare import check_comparable, comparison_tables
 from lightning_autoparallel.cli.page import report_page
 from lightning_autoparallel.cli.plot import check_plots, write_plots
+from lightning_autoparallel.cli.report_file import figures_of, read_report
 from lightning_autoparallel.cli.trace import chrome_trace
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
@@ -41,6 +43,7 @@ class CommandTrainer(Trainer):
         trace: str | None = None,
         plot: str | None = None,
         html: str | None = None,
+        compare: str | None = None,
         **options: Any,
     ) -> None:
         """Capture, plan, count and time the training step for a world of any size, in one CPU process.
@@ -54,11 +57,13 @@ class CommandTrainer(Trainer):
             trace: write the predicted timeline to this file, for Perfetto or chrome://tracing.
             plot: draw predicted memory and timeline as PNG files into this folder.
             html: write the report to this file as a page for a browser.
+            compare: show where this plan differs from that of a report, which --output has written, and what it costs.
             options: what the strategy and this Trainer were made from.
 
         Raises:
             ConfigError: ``output``, ``trace`` or ``html`` is a folder, the hardware is not known, ``plot`` lacks
-                matplotlib, a process group exists already, or there is no batch to plan for.
+                matplotlib, a process group exists already, there is no batch to plan for, or ``compare`` is no report
+                of this model.
             AutoParallelError: the step cannot be captured or planned.
         """
         for name, file in (("output", output), ("trace", trace), ("html", html)):
@@ -69,10 +74,20 @@ class CommandTrainer(Trainer):
         if hardware is not None:
             assert isinstance(self.strategy, PlanningStrategy)
             self.strategy.predict_for(hardware)
+        other = None if compare is None else read_report(compare)
+        if other is not None:
+            # A module that is built in configure_model has no parameters yet.
+            check_comparable({n: tuple(p.shape) for n, p in model.named_parameters()}, other, whole=False)
         start = time.perf_counter()
         report = run_planning(self, model, datamodule)
+        if other is not None:
+            check_comparable({name: parameter.shape for name, parameter in report.parameters.items()}, other)
         _write(report, output, trace, plot, html)
         print_report(report, time.perf_counter() - start)
+        if other is not None:
+            print()
+            for table in comparison_tables(figures_of(report.as_json()), other):
+                print_table(table)
 
 
 def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:

@@ -156,6 +156,25 @@ def test_a_page_is_written(tmp_path, capsys):
     assert len(page) < 200_000
 
 
+def test_two_plans_are_compared(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "4", "--output", "fsdp.json") == 0
+    capsys.readouterr()
+    assert plan(tmp_path, "--world-size", "4", "--strategy.plan", "ddp", "--compare", "fsdp.json") == 0
+    lines = shown(capsys)
+    assert "model.layers.*.attention.wq.weight {dp_shard: R} [128, 128] {dp_shard: S(0)} [32, 128] 2" in lines
+    assert "parameters 1.7 MiB 424.6 KiB +1.2 MiB" in lines
+    assert any(line.startswith("exposed communication ") for line in lines)
+
+
+def test_a_report_of_another_model_is_refused(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "4", "--output", "r.json") == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    report["parameters"]["model.norm.weight"]["shape"] = [7]
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    assert plan(tmp_path, "--world-size", "4", "--compare", "r.json") == 1
+    assert "--compare r.json is a report of another model: model.norm.weight has shape" in capsys.readouterr().err
+
+
 def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
     trainer = {
         "accelerator": "gpu",
@@ -178,6 +197,7 @@ def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
         (["--world-size", "8", "--output", "."], "--output . is a folder"),
         (["--world-size", "8", "--trace", "."], "--trace . is a folder"),
         (["--world-size", "8", "--html", "."], "--html . is a folder"),
+        (["--world-size", "8", "--compare", "none.json"], "--compare none.json cannot be read"),
         (["--world-size", "8", "--hardware", "h10"], "did you mean 'h100'"),
         (["--world-size", "8", "--data.init_args.batch_size", "100000"], "batch_size=100000"),
         (["--world-size", "8", "--strategy.plan", '{"*.nope": {"tp": "R"}}'], "nope"),

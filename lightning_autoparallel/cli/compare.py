@@ -1,0 +1,118 @@
+"""Two reports side by side: which parameters lie elsewhere, and what that costs (``plan --compare``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from lightning_autoparallel.callbacks.predictions import format_time
+from lightning_autoparallel.callbacks.tables import make_table
+from lightning_autoparallel.cli.report_file import Lain, PlanFigures
+from lightning_autoparallel.cost.sizes import format_bytes
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.fx.nodes import kind_of
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Parameters of one kind, ``count`` of them, that lie alike in each of two plans, but not in both."""
+
+    kind: str
+    count: int
+    this: str
+    other: str
+
+
+def check_comparable(shapes: Mapping[str, tuple[int, ...]], other: PlanFigures, whole: bool = True) -> None:
+    """Whether the other report is of parameters of these shapes; where not ``whole``, of those known in both.
+
+    Raises:
+        ConfigError: it is not; the message names the first parameter that differs.
+    """
+    there = {name: lain.shape for name, lain in other.parameters.items()}
+    names = [*shapes, *(name for name in there if name not in shapes)] if whole else [n for n in shapes if n in there]
+    for name in names:
+        if shapes.get(name) != there.get(name):
+            raise ConfigError(
+                f"--compare {other.path} is a report of another model: {name} {_shape(shapes.get(name))} here, and "
+                f"{_shape(there.get(name))} there; plan this model with --output, and compare with that file"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "is missing" if shape is None else f"has shape {list(shape)}"
+
+
+def differences(this: PlanFigures, other: PlanFigures) -> list[Difference]:
+    """Parameters whose placements or shards differ, those of equal layers as one."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for name, here in this.parameters.items():
+        there = other.parameters[name]
+        if _where(here) != _where(there):
+            counted[kind_of(name), _where(here), _where(there)] += 1
+    return [
+        Difference(kind=kind, count=count, this=here, other=there) for (kind, here, there), count in counted.items()
+    ]
+
+
+def _where(lain: Lain) -> str:
+    named = ", ".join(f"{axis}: {placement}" for axis, placement in lain.placements.items())
+    return f"{{{named}}} {list(lain.local_shape)}"
+
+
+def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
+    """Where two plans of one model differ, and what each costs."""
+    costs = make_table(
+        f"What they cost one rank (predicted): this, {_named(this)} | {other.path}, {_named(other)}",
+        ("",),
+        ("this", "other", "difference"),
+        caption="difference: this less the other",
+    )
+    for row in cost_rows(this, other):
+        costs.add_row(*row)
+    return [_placements_table(this, other), costs]
+
+
+def _named(figures: PlanFigures) -> str:
+    mesh = ", ".join(f"{axis}: {size}" for axis, size in figures.mesh.items())
+    return f"plan {figures.plan} on {{{mesh}}} of {figures.hardware}"
+
+
+def _placements_table(this: PlanFigures, other: PlanFigures) -> Table:
+    found = differences(this, other)
+    caption = None if found else "every parameter lies alike in both"
+    table = make_table(
+        "Parameters that lie elsewhere: placements and shape of a rank's shard",
+        ("parameters", "this", "other"),
+        ("count",),
+        caption=caption,
+    )
+    for one in found:
+        table.add_row(one.kind, one.this, one.other, str(one.count))
+    return table
+
+
+def cost_rows(this: PlanFigures, other: PlanFigures) -> Iterator[tuple[str, str, str, str]]:
+    """What is compared, as it is here, as it is there, and the difference."""
+    for name, time in this.times_us.items():
+        yield _row(name, time, other.times_us[name], format_time)
+    for axes in dict.fromkeys([*this.collectives, *other.collectives]):
+        here, there = this.collectives.get(axes, (0, 0)), other.collectives.get(axes, (0, 0))
+        yield _row(f"collectives on {axes}", here[0], there[0], str)
+        yield _row(f"bytes on {axes}", here[1], there[1], format_bytes)
+    for name, size in this.sizes_bytes.items():
+        yield _row(name, size, other.sizes_bytes[name], format_bytes)
+
+
+def _row(name: str, this: Any, other: Any, text: Any) -> tuple[str, str, str, str]:
+    shown = [UNKNOWN if value is None else text(value) for value in (this, other)]
+    if this is None or other is None:
+        return name, *shown, UNKNOWN  # type: ignore[return-value]
+    sign = "+" if this > other else "-" if this < other else ""
+    return name, *shown, f"{sign}{text(abs(this - other))}"  # type: ignore[return-value]

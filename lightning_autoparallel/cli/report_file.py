@@ -1,0 +1,118 @@
+"""Reports as ``plan --output`` writes them, read again: what is needed to compare two of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_autoparallel.errors import ConfigError
+
+_SIZES = {
+    "parameters": "parameters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer": "optimizer_bytes",
+    "peak, with parameters and optimizer": "training_peak_bytes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lain:
+    """How a parameter of global ``shape`` lies on the mesh."""
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    placements: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """The figures of one report, named as they are shown; None stands for what is not known.
+
+    ``collectives`` are launches and bytes of one step, by mesh axes.
+    """
+
+    path: str
+    plan: str
+    mesh: Mapping[str, int]
+    hardware: str
+    parameters: Mapping[str, Lain]
+    times_us: Mapping[str, float | None]
+    collectives: Mapping[str, tuple[int, int]]
+    sizes_bytes: Mapping[str, int | None]
+
+
+def read_report(path: str | Path) -> PlanFigures:
+    """The figures in a report's file.
+
+    Raises:
+        ConfigError: no such file, or no report.
+    """
+    remedy = "give a file that `lightning-autoparallel plan --output FILE` has written"
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--compare {path} cannot be read ({error}): {remedy}") from error
+    try:
+        return figures_of(document, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--compare {path} is no report of a plan ({type(error).__name__}: {error}): {remedy}"
+        ) from error
+
+
+def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
+    """The figures of ``PlanReport.as_json()``.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is something else.
+    """
+    graphs = {name: document[name] for name in ("forward", "backward") if name in document}
+    graphs = graphs or {"inference": document["inference"]}
+    return PlanFigures(
+        path=path,
+        plan=str(document["plan"]),
+        mesh={str(axis): int(size) for axis, size in document["mesh"].items()},
+        hardware=str(document["hardware"].get("name")),
+        parameters={name: _lain(written) for name, written in document["parameters"].items()},
+        times_us={
+            "step": _number(document["step_time_us"]),
+            "computing": _sum(graphs, "compute_us"),
+            "exposed communication": _sum(graphs, "exposed_us"),
+        },
+        collectives=_by_axes(graphs),
+        sizes_bytes={name: _whole(document[key]) for name, key in _SIZES.items()},
+    )
+
+
+def _lain(written: Mapping[str, Any]) -> Lain:
+    return Lain(
+        shape=tuple(map(int, written["shape"])),
+        local_shape=tuple(map(int, written["local_shape"])),
+        placements={str(axis): str(text) for axis, text in written["placements"].items()},
+    )
+
+
+def _by_axes(graphs: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    total: dict[str, tuple[int, int]] = {}
+    for graph in graphs.values():
+        for per_axes in graph["collectives"].values():
+            for axes, counted in per_axes.items():
+                launches, size = total.get(axes, (0, 0))
+                total[axes] = (launches + int(counted["count"]), size + int(counted["bytes"]))
+    return dict(sorted(total.items()))
+
+
+def _sum(graphs: Mapping[str, Any], key: str) -> float | None:
+    known = [float(graph[key]) for graph in graphs.values() if key in graph]
+    return sum(known) if len(known) == len(graphs) else None
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)

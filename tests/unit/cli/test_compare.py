@@ -1,0 +1,94 @@
+"""`plan --compare`: two reports side by side, by hand, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from lightning_autoparallel.cli.compare import Difference, check_comparable, cost_rows, differences
+from lightning_autoparallel.cli.report_file import figures_of, read_report
+from lightning_autoparallel.errors import ConfigError
+
+
+def parameter(placement: str, rows: int) -> dict[str, Any]:
+    return {"shape": [8, 4], "local_shape": [rows, 4], "placements": {"dp_shard": placement}}
+
+
+def graph(launches: int, kind: str = "all_gather", **times: float) -> dict[str, Any]:
+    return {"collectives": {kind: {"dp_shard": {"count": launches, "bytes": 1024 * launches}}}, **times}
+
+
+REPORT: dict[str, Any] = {
+    "plan": "fsdp",
+    "mesh": {"dp_shard": 2},
+    "hardware": {"name": "h100"},
+    "step_time_us": 30.0,
+    "forward": graph(2, compute_us=5.0, exposed_us=1.0),
+    "backward": graph(1, "reduce_scatter", compute_us=10.0, exposed_us=2.0),
+    "parameters": {f"layers.{i}.weight": parameter("S(0)", 4) for i in range(3)} | {"head": parameter("S(0)", 4)},
+    "parameters_bytes": 256,
+    "gradients_bytes": 256,
+    "optimizer_bytes": None,
+    "training_peak_bytes": 4096,
+}
+
+
+def other() -> dict[str, Any]:
+    """As ddp would have it: whole layers, and one more launch on another axis."""
+    changed = copy.deepcopy(REPORT)
+    changed.update(step_time_us=28.5, parameters_bytes=1280, optimizer_bytes=7)
+    changed["parameters"].update({f"layers.{i}.weight": parameter("R", 8) for i in range(3)})
+    changed["forward"] = graph(0, compute_us=5.0, exposed_us=4.0)
+    changed["backward"]["collectives"]["all_reduce"] = {"tp": {"count": 1, "bytes": 10}}
+    return changed
+
+
+def test_equal_layers_are_one_line() -> None:
+    found = differences(figures_of(REPORT), figures_of(other()))
+    here, there = "{dp_shard: S(0)} [4, 4]", "{dp_shard: R} [8, 4]"
+    assert found == [Difference(kind="layers.*.weight", count=3, this=here, other=there)]
+    assert differences(figures_of(REPORT), figures_of(REPORT)) == []
+
+
+def test_costs_are_this_other_and_their_difference() -> None:
+    assert list(cost_rows(figures_of(REPORT), figures_of(other()))) == [
+        ("step", "30.0 us", "28.5 us", "+1.5 us"),
+        ("computing", "15.0 us", "15.0 us", "0.0 us"),
+        ("exposed communication", "3.0 us", "6.0 us", "-3.0 us"),
+        ("collectives on dp_shard", "3", "1", "+2"),
+        ("bytes on dp_shard", "3.0 KiB", "1.0 KiB", "+2.0 KiB"),
+        ("collectives on tp", "0", "1", "-1"),
+        ("bytes on tp", "0 B", "10 B", "-10 B"),
+        ("parameters", "256 B", "1.2 KiB", "-1.0 KiB"),
+        ("gradients", "256 B", "256 B", "0 B"),
+        ("optimizer", "unknown", "7 B", "unknown"),
+        ("peak, with parameters and optimizer", "4.0 KiB", "4.0 KiB", "0 B"),
+    ]
+
+
+def test_a_graph_without_predictions_leaves_times_unknown() -> None:
+    bare = {**REPORT, "step_time_us": None, "forward": graph(2)}
+    assert set(figures_of(bare).times_us.values()) == {None}
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", "{}", json.dumps({**REPORT, "parameters": {"a": 1}}), None])
+def test_what_is_no_report_is_refused(tmp_path, text: str | None) -> None:
+    file = tmp_path / "other.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"other\.json (is no report|cannot be read).*plan --output FILE"):
+        read_report(file)
+
+
+def test_another_model_is_refused() -> None:
+    there = figures_of(REPORT, "o.json")
+    shapes = {name: lain.shape for name, lain in there.parameters.items()}
+    check_comparable(shapes, there)
+    check_comparable({}, there, whole=False)
+    with pytest.raises(ConfigError, match=r"o\.json is .* head has shape \[9, 4\] here, and has shape \[8, 4\] there"):
+        check_comparable({"head": (9, 4)}, there, whole=False)
+    with pytest.raises(ConfigError, match=r"head is missing here, and has shape \[8, 4\] there"):
+        check_comparable({name: shape for name, shape in shapes.items() if name != "head"}, there)
