@@ -52,6 +52,8 @@ def _throughput(report: PlanReport) -> str:
 
 
 def _number(value: float) -> str:
+    if value >= 1e7:
+        return f"{value / 1e6:,.1f} M"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
