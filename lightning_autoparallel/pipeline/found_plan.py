@@ -17,14 +17,14 @@ from torch import nn
 
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, PlanReport, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.predict import cost_model
-from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, plan_document, restore_plan
+from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, matching, plan_document, restore_plan
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -51,7 +51,7 @@ class FoundPlan:
 
     ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
     ``predicted_bytes``, and passes made it ``missing_bytes`` more, in so many ``rounds``. It is for a module whose
-    parameters have these ``shapes``.
+    parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
     """
 
     spec: PlanSpec | None = None
@@ -64,6 +64,7 @@ class FoundPlan:
     rounds: int = 0
     is_open: bool = True
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    explain: Callable[[str], Explanation] | None = None
 
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""
@@ -149,6 +150,8 @@ def find_plan(context: StageContext, request: StepRequest, step_peak_bytes: Step
     captured: CapturedGraph | None = None
     try:
         captured = capture_step(request)
+        if context.config.explain is not None:
+            matching(captured, context.config.explain)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
@@ -258,7 +261,9 @@ def _found(
     if dist.get_rank() == 0:
         try:
             asked, mesh = context.config.plan, context.mesh
-            plan = make_plan(captured, asked, mesh, context.warn, costs=costs, room_bytes=room_bytes)
+            explains = context.config.explain is not None
+            plan = make_plan(captured, asked, mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains)
+            context.found.explain = plan.explain
             assert plan.found is not None
             found = plan.found, plan_document(captured, plan, plan.found, context.mesh), plan.notes
         except AutoParallelError as ours:

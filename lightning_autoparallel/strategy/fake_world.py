@@ -63,6 +63,10 @@ class PlanningStrategy(AutoParallelStrategy):
         hardware_from(hardware)
         self.config = dataclasses.replace(self.config, hardware=hardware)
 
+    def explain(self, pattern: str) -> None:
+        """Have the report say why parameters and calls that the glob matches are placed as they are."""
+        self.config = dataclasses.replace(self.config, explain=pattern)
+
     @property
     def world_size(self) -> int:
         """Ranks of the fake world."""
