@@ -361,7 +361,8 @@ class EngineConfig:
 
     ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
-    for what is usual where the mesh runs. ``memory_budget_gib`` is what plan ``auto`` may use on a rank.
+    for what is usual where the mesh runs. ``memory_budget_gib`` is what plan ``auto`` may use on a rank. ``explain`` is
+    a glob over parameters and modules: the report of the training step says why they are placed so.
     """
 
     plan: PlanSpec = PlanSpec()
@@ -377,6 +378,7 @@ class EngineConfig:
     hardware: str | Mapping[str, Any] | None = None
     ranks_per_node: int | None = None
     memory_budget_gib: float | None = None
+    explain: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_captures < 1:

@@ -104,12 +104,50 @@ class NodePlacement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherWay:
+    """An alternative that was not taken: what the best plan with it costs more, or what rules it out.
+
+    ``more_bytes`` are those of parameters, gradients and AdamW's moments on a rank.
+    """
+
+    way: str
+    more_us: float = math.inf
+    more_bytes: float = 0.0
+    ruled_out: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """What was taken for equal parameters or calls, ``count`` of them, and what else there was, the cheapest first.
+
+    Beside those listed there are ``further`` alternatives, none of them cheaper, and ``unsolved`` ones.
+    """
+
+    what: str
+    count: int
+    taken: str
+    others: tuple[OtherWay, ...] = ()
+    further: int = 0
+    unsolved: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why a plan places what ``pattern`` matches as it does; ``note`` says how the figures came about."""
+
+    pattern: str
+    choices: tuple[Explained, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
     """A placement for every node of one captured graph, and for every parameter its storage placement.
 
     ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
     ``found`` is the base and the rules that place parameters so, where no person wrote them, ``notes`` what is to be
-    said of how.
+    said of how. ``explain`` says of a pattern why, for a plan that was to be explained.
     """
 
     name: str
@@ -120,6 +158,7 @@ class ShardingPlan:
     joint_axes: tuple[PlanAxis, ...] = ()
     found: PlanSpec | None = None
     notes: tuple[str, ...] = ()
+    explain: Callable[[str], Explanation] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +376,7 @@ class PlanReport:
     tokens: int | None = None
     around_us: float | None = None
     meshes: tuple[MeshTrial, ...] = ()  # the best first; empty where the mesh was given
+    explanation: Explanation | None = None
 
     @property
     def step_graphs(self) -> tuple[str, ...]:

@@ -69,10 +69,10 @@ def _where(lain: Lain) -> str:
 def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
     """Where two plans of one model differ, and what each costs."""
     costs = make_table(
-        f"What they cost one rank (predicted): this, {_named(this)} | {other.path}, {_named(other)}",
+        "What they cost one rank (predicted)",
         ("",),
         ("this", "other", "difference"),
-        caption="difference: this less the other",
+        caption=f"this: {_named(this)}\nother: {_named(other)}, of {other.path}\ndifference: this less the other",
     )
     for row in cost_rows(this, other):
         costs.add_row(*row)
@@ -81,7 +81,7 @@ def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
 
 def _named(figures: PlanFigures) -> str:
     mesh = ", ".join(f"{axis}: {size}" for axis, size in figures.mesh.items())
-    return f"plan {figures.plan} on {{{mesh}}} of {figures.hardware}"
+    return f"plan {figures.plan} on {{{mesh}}}, for {figures.hardware}"
 
 
 def _placements_table(this: PlanFigures, other: PlanFigures) -> Table:

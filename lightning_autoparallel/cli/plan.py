@@ -16,6 +16,7 @@ from lightning_autoparallel.callbacks.predictions import (
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.callbacks.tried_meshes import meshes_table
 from lightning_autoparallel.cli.compare import check_comparable, comparison_tables
+from lightning_autoparallel.cli.explanations import explanation_lines
 from lightning_autoparallel.cli.page import report_page
 from lightning_autoparallel.cli.plot import check_plots, write_plots
 from lightning_autoparallel.cli.report_file import figures_of, read_report
@@ -44,6 +45,7 @@ class CommandTrainer(Trainer):
         plot: str | None = None,
         html: str | None = None,
         compare: str | None = None,
+        explain: str | None = None,
         **options: Any,
     ) -> None:
         """Capture, plan, count and time the training step for a world of any size, in one CPU process.
@@ -58,12 +60,13 @@ class CommandTrainer(Trainer):
             plot: draw predicted memory and timeline as PNG files into this folder.
             html: write the report to this file as a page for a browser.
             compare: show where this plan differs from that of a report, which --output has written, and what it costs.
+            explain: say why parameters, modules and calls that this glob matches are placed so, and what else costs.
             options: what the strategy and this Trainer were made from.
 
         Raises:
             ConfigError: ``output``, ``trace`` or ``html`` is a folder, the hardware is not known, ``plot`` lacks
-                matplotlib, a process group exists already, there is no batch to plan for, or ``compare`` is no report
-                of this model.
+                matplotlib, a process group exists already, there is no batch to plan for, ``compare`` is no report
+                of this model, or ``explain`` matches nothing.
             AutoParallelError: the step cannot be captured or planned.
         """
         for name, file in (("output", output), ("trace", trace), ("html", html)):
@@ -71,9 +74,11 @@ class CommandTrainer(Trainer):
                 raise ConfigError(f"--{name} {file} is a folder: name the file to write to")
         if plot is not None:
             check_plots()
+        assert isinstance(self.strategy, PlanningStrategy)
         if hardware is not None:
-            assert isinstance(self.strategy, PlanningStrategy)
             self.strategy.predict_for(hardware)
+        if explain is not None:
+            self.strategy.explain(explain)
         other = None if compare is None else read_report(compare)
         if other is not None:
             # A module that is built in configure_model has no parameters yet.
@@ -84,10 +89,15 @@ class CommandTrainer(Trainer):
             check_comparable({name: parameter.shape for name, parameter in report.parameters.items()}, other)
         _write(report, output, trace, plot, html)
         print_report(report, time.perf_counter() - start)
+        if report.explanation is not None:
+            print()
+            for line in explanation_lines(report.explanation):
+                print(line)
         if other is not None:
             print()
             for table in comparison_tables(figures_of(report.as_json()), other):
                 print_table(table)
+                print()
 
 
 def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:

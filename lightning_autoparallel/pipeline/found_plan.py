@@ -20,7 +20,7 @@ from torch import nn
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, STORED, PlanRule, PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, PlanReport, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import AutoParallelError, ConfigError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
@@ -28,7 +28,7 @@ from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept
 from lightning_autoparallel.pipeline.predict import cost_model
-from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, plan_document, restore_plan
+from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, matching, plan_document, restore_plan
 from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class FoundPlan:
 
     ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
     ``predicted_bytes``, and passes made it ``missing_bytes`` more, in so many ``rounds``. It is for a module whose
-    parameters have these ``shapes``.
+    parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
     """
 
     spec: PlanSpec | None = None
@@ -73,6 +73,7 @@ class FoundPlan:
     question: Question | None = None
     pins: tuple[PlanRule, ...] = ()
     from_checkpoint: Mapping[str, Any] | None = None
+    explain: Callable[[str], Explanation] | None = None
 
     def asked(self, configured: PlanSpec) -> PlanSpec:
         """What is asked for, with what must stay where it is."""
@@ -178,6 +179,8 @@ def find_plan(
     captured: CapturedGraph | None = None
     try:
         captured = capture_step(request)
+        if context.config.explain is not None:
+            matching(captured, context.config.explain)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
@@ -297,7 +300,9 @@ def _solved(
     captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float
 ) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
     asked = context.found.asked(context.config.plan)
-    plan = make_plan(captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes)
+    explains = context.config.explain is not None
+    plan = make_plan(captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains)
+    context.found.explain = plan.explain
     assert plan.found is not None
     notes = (*plan.notes, *_told(context.found.pins))
     return plan.found, plan_document(captured, plan, plan.found, context.mesh), notes

@@ -19,6 +19,7 @@ from lightning_autoparallel.contracts import (
     CapturedGraph,
     CheckpointFunction,
     CompiledStep,
+    Explanation,
     GraphCallable,
     PartitionedGraph,
     PassReport,
@@ -47,6 +48,7 @@ from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.same_order import check_same_order, check_same_start, difference_between_ranks
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
+    explain_rules,
     fingerprint_lines,
     make_plan,
     plan_document,
@@ -135,6 +137,9 @@ def finish_step(
     with clock("predict"):
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
         context.found.check_memory(captured, plan, report)
+    if context.config.explain is not None and captured.has_backward:
+        with clock("explain"):
+            report = replace(report, explanation=_explained(captured, plan, context, context.config.explain))
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
         spec = plan.found or context.plan
@@ -152,6 +157,17 @@ def finish_step(
         report=report,
         has_random_ops=any(fxn.is_random(node) for node in captured.graph_module.graph.nodes),
     )
+
+
+def _explained(captured: CapturedGraph, plan: ShardingPlan, context: StageContext, pattern: str) -> Explanation:
+    """Why what ``pattern`` matches is placed so.
+
+    Raises:
+        ConfigError: it matches nothing.
+    """
+    if plan.found is not None and context.found.explain is not None:
+        return context.found.explain(pattern)
+    return explain_rules(captured, plan, context.plan, pattern)
 
 
 def step_peak_bytes(captured: CapturedGraph, plan: ShardingPlan, context: StageContext) -> int:

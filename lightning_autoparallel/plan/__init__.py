@@ -1,16 +1,19 @@
 """Choose a placement for every node; see README.md."""
 
 from lightning_autoparallel.plan.automatic import first_spec
+from lightning_autoparallel.plan.explain_rules import explain_rules, matching
 from lightning_autoparallel.plan.fingerprint import fingerprint_lines, first_difference
 from lightning_autoparallel.plan.planner import make_plan
 from lightning_autoparallel.plan.store import is_of_graph, plan_document, read_plan, restore_plan
 
 __all__ = [
+    "explain_rules",
     "fingerprint_lines",
     "first_difference",
     "first_spec",
     "is_of_graph",
     "make_plan",
+    "matching",
     "plan_document",
     "read_plan",
     "restore_plan",

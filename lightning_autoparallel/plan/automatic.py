@@ -23,10 +23,20 @@ from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.integer_programme import Solution, solve
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
+from lightning_autoparallel.plan.problem import Problem
 from lightning_autoparallel.plan.solve import AxisProblem
 
 Named = tuple[tuple[str, str], ...]  # axes and placements
 BASE = "fsdp"  # what parameters do that no rule names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What was solved for an axis, and the alternative that was taken of every choice."""
+
+    choices: AxisChoices
+    problem: Problem
+    taken: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +46,7 @@ class FoundAxis:
     choices: Mapping[fx.Node, Candidate]
     parameters: Mapping[str, Lying]
     note: str
+    search: Search
 
 
 def find_axis(
@@ -57,9 +68,11 @@ def find_axis(
     pins = {node: pin for node, pin in problem.pins.items() if node not in free}
     known = dataclasses.replace(problem, pins=pins)
     choices = AxisChoices(known, times, free, fixed, room_bytes)
-    solution = solve(choices.problem())
+    solution = solve(all_choices := choices.problem())
     chosen = choices.chosen(solution.taken) if fixed is None else fixed
-    return FoundAxis(choices=chosen, parameters=choices.lying(solution.taken), note=_note(axis, solution))
+    search = Search(choices=choices, problem=all_choices, taken=solution.taken)
+    lying = choices.lying(solution.taken)
+    return FoundAxis(choices=chosen, parameters=lying, note=_note(axis, solution), search=search)
 
 
 def _check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
@@ -119,6 +120,15 @@ class AxisChoices:
         values = tuple(self._values(leaving, numbers)) if self.fixed is None else ()
         overlaps, limits = tuple(self._overlaps()), tuple(self._limits())
         return Problem(choices=(*own, *more), values=values, overlaps=overlaps, limits=limits)
+
+    def alternatives(self, node: fx.Node) -> tuple[int, tuple[Candidate, ...]]:
+        """The number of a node's choice, and its alternatives in their order."""
+        return self._numbers[self._classes[node]], self._candidates[node]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Every call and placeholder, in graph order."""
+        return tuple(self._nodes)
 
     def lying(self, taken: Sequence[int]) -> dict[str, Lying]:
         """How each free parameter lies in a solution, by name."""
@@ -243,6 +253,7 @@ class AxisChoices:
                 for reader in readers
             ),
             moves_us=moves,
+            texts=tuple(map(placement_text, known)),
         )
 
 

@@ -42,8 +42,10 @@ class Solution:
     rows: int
 
 
-def solve(problem: Problem, time_limit_s: float = 60.0, start: tuple[int, ...] | None = None) -> Solution:
-    """The best alternatives, to a relative gap of ``GAP`` or as good as ``time_limit_s`` allows.
+def solve(
+    problem: Problem, time_limit_s: float = 60.0, start: tuple[int, ...] | None = None, gap: float = GAP
+) -> Solution:
+    """The best alternatives, to a relative ``gap`` or as good as ``time_limit_s`` allows.
 
     Args:
         start: alternatives to begin with.
@@ -56,7 +58,7 @@ def solve(problem: Problem, time_limit_s: float = 60.0, start: tuple[int, ...] |
     for name, value in {
         "output_flag": False,
         "threads": 1,
-        "mip_rel_gap": GAP,
+        "mip_rel_gap": gap,
         "time_limit": time_limit_s,
         "random_seed": 0,
     }.items():

@@ -232,6 +232,17 @@ def allowed_ways(
     return found
 
 
+def rule_against(
+    way: Lying, name: str, shape: Sequence[int], rules: Sequence[PlanRule], axes: Sequence[PlanAxis]
+) -> PlanRule | None:
+    """The rule that wants a parameter to lie otherwise than this way; None where there is none."""
+    for axis, kind in itertools.product(axes, ("parameter", STORED)):
+        said = rule_placement([rule for rule in rules if rule.kind == kind], name, shape, axis)
+        if said is not None and not _is_as_said(way, kind, said[0], axis.name):
+            return said[1]
+    return None
+
+
 def _is_as_said(way: Lying, kind: str, said: Placement, axis: str) -> bool:
     if kind == "parameter":
         return way.computed == said

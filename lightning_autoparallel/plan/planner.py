@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -27,6 +28,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.automatic import FoundAxis, find_axis, found_spec
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
+from lightning_autoparallel.plan.explain import SearchedAxis, explain_found
 from lightning_autoparallel.plan.gradients import late_reductions
 from lightning_autoparallel.plan.local import local_spec, own_values
 from lightning_autoparallel.plan.other_axes import OtherAxes
@@ -108,11 +110,13 @@ def make_plan(
     costs: CostModel | None = None,
     room_bytes: float = math.inf,
     computes_whole: bool = False,
+    explains: bool = False,
 ) -> ShardingPlan:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
     Of what it finds, parameters with their gradients and AdamW's moments have ``room_bytes`` on a rank. A plan that
-    ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it.
+    ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it. What was
+    found ``explains`` itself if that is asked for, which keeps all that there was to choose from.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -153,6 +157,7 @@ def make_plan(
         joint_axes=joint_axes(axes, mesh),
         found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
+        explain=partial(explain_found, found.explained) if found is not None and explains else None,
     )
 
 
@@ -162,6 +167,7 @@ class _Found:
 
     axis: FoundAxis
     rules: PlanSpec
+    explained: SearchedAxis
 
 
 def _solve_axes(planning: _Planning) -> tuple[list[Choices], _Found | None]:
@@ -205,10 +211,19 @@ def _find(
 ) -> _Found:
     """What is best on one axis; parameters that rules name lie as those say."""
     batch = [other for other in planning.axes if other.shards_batch]
-    free = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
-    free = allowed_ways(free, planning.rules, planning.axes)
+    every = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
+    free = allowed_ways(every, planning.rules, planning.axes)
     found = find_axis(_axis_problem(planning, axis, position, others), axis, free, costs, fixed, planning.room_bytes)
-    return _Found(axis=found, rules=found_spec(planning.spec, axis, batch, found.parameters))
+    searched = SearchedAxis(
+        captured=planning.captured,
+        search=found.search,
+        every=every,
+        rules=planning.rules,
+        axes=planning.axes,
+        axis=axis,
+    )
+    rules = found_spec(planning.spec, axis, batch, found.parameters)
+    return _Found(axis=found, rules=rules, explained=searched)
 
 
 def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:

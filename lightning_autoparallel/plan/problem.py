@@ -38,7 +38,7 @@ class Value:
     """What the alternatives of ``choice`` make, by the number of its placement, and who reads it.
 
     ``moves_us[made][wanted]`` is what a redistribution takes, for all values together that this stands for; infinite
-    where nothing leads from one to the other.
+    where nothing leads from one to the other. ``texts`` are the placements by number, for messages.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Value:
     made: tuple[int, ...]
     readers: tuple[Reader, ...]
     moves_us: tuple[tuple[float, ...], ...]
+    texts: tuple[str, ...] = ()
 
     def time_us(self, taken: Sequence[int]) -> float:
         """Of its moves, where ``taken`` has the alternative of every choice."""

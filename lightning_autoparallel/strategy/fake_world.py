@@ -83,6 +83,10 @@ class PlanningStrategy(AutoParallelStrategy):
         self.spec, self.report = spec, None
         self._engine = self._steps = self._mesh = None  # those of another mesh
 
+    def explain(self, pattern: str) -> None:
+        """Have the report say why parameters and calls that the glob matches are placed as they are."""
+        self.config = dataclasses.replace(self.config, explain=pattern)
+
     @property
     def world_size(self) -> int:
         """Ranks of the fake world."""

@@ -175,6 +175,22 @@ def test_a_report_of_another_model_is_refused(tmp_path, capsys):
     assert "--compare r.json is a report of another model: model.norm.weight has shape" in capsys.readouterr().err
 
 
+def test_a_plan_that_was_found_is_explained(tmp_path, capsys):
+    options = ["--strategy.plan", "auto", "--strategy.mesh", "{dp_shard: 2, tp: 2}"]
+    assert plan(tmp_path, "--world-size", "4", *options, "--explain", "*.attention.wk") == 0
+    lines = shown(capsys)
+    start = next(i for i, line in enumerate(lines) if line.startswith("Why what '*.attention.wk' matches"))
+    assert lines[start + 1].startswith("model.layers.*.attention.wk aten.")
+    assert any(line.endswith(" us more, as many bytes kept") for line in lines[start + 2 :])
+
+
+def test_a_named_plan_is_explained(tmp_path, capsys):
+    assert plan(tmp_path, "--world-size", "4", "--explain", "model.*norm.weight") == 0
+    lines = shown(capsys)
+    assert "model.norm.weight: kept {dp_shard: S(0)}; dp_shard: base plan 'fsdp'" in lines
+    assert "model.layers.*.ffn_norm.weight (2 alike): kept {dp_shard: S(0)}; dp_shard: base plan 'fsdp'" in lines
+
+
 def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
     trainer = {
         "accelerator": "gpu",
@@ -197,6 +213,7 @@ def test_the_trainer_of_the_recipe_is_replaced(tmp_path, capsys):
         (["--world-size", "8", "--output", "."], "--output . is a folder"),
         (["--world-size", "8", "--trace", "."], "--trace . is a folder"),
         (["--world-size", "8", "--html", "."], "--html . is a folder"),
+        (["--world-size", "8", "--explain", "*.wx"], "'*.wx' matches no parameter, no module and no call"),
         (["--world-size", "8", "--compare", "none.json"], "--compare none.json cannot be read"),
         (["--world-size", "8", "--hardware", "h10"], "did you mean 'h100'"),
         (["--world-size", "8", "--data.init_args.batch_size", "100000"], "batch_size=100000"),

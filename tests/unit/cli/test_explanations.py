@@ -1,0 +1,31 @@
+"""`plan --explain` as text."""
+
+from __future__ import annotations
+
+from lightning_autoparallel.cli.explanations import explanation_lines
+from lightning_autoparallel.contracts import Explained, Explanation, OtherWay
+
+
+def test_costs_are_differences_and_equal_ones_the_same() -> None:
+    others = (
+        OtherWay(way="a", more_us=0.04),
+        OtherWay(way="b", more_us=-0.2),
+        OtherWay(way="c", more_us=0.0, more_bytes=2048.0),
+        OtherWay(way="d", more_us=1536.0, more_bytes=-10.0),
+        OtherWay(way="e", ruled_out="pinned by rule '*'"),
+    )
+    weight = Explained(what="layers.*.weight", count=3, taken="R", others=others, further=1, unsolved=2)
+    alone = Explained(what="head", count=1, taken="S(0)", note="there is no other way")
+    lines = list(explanation_lines(Explanation(pattern="*", choices=(weight, alone), note="on tp")))
+    assert [line.strip() for line in lines] == [
+        "Why what '*' matches is placed so, on tp",
+        "layers.*.weight (3 alike): R",
+        "a: the same",
+        "b: 0.2 us less, which the solver's gap allows, as many bytes kept",
+        "c: the same time, 2.0 KiB more kept",
+        "d: 1.54 ms more, 10 B less kept",
+        "e: ruled out: pinned by rule '*'",
+        "1 more, none of them cheaper or possible",
+        "2 more, not looked at: cut off",
+        "head: S(0); there is no other way",
+    ]
