@@ -108,12 +108,14 @@ class OtherWay:
     """An alternative that was not taken: what the best plan with it costs more, or what rules it out.
 
     ``more_bytes`` are those of parameters, gradients and AdamW's moments on a rank.
+    Where it is not ``proved``, it costs at most that much more: the solver's time was up.
     """
 
     way: str
     more_us: float = math.inf
     more_bytes: float = 0.0
     ruled_out: str = ""
+    proved: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

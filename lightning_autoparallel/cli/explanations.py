@@ -39,4 +39,5 @@ def _cost(other: OtherWay) -> str:
         return f"the same time, {kept}" if size else "the same"
     if other.more_us < 0:
         return f"{format_time(-other.more_us)} less, which the solver's gap allows, {kept}"
-    return f"{format_time(other.more_us)} more, {kept}"
+    bound = "" if other.proved else "at most "
+    return f"{bound}{format_time(other.more_us)} more, {kept}"

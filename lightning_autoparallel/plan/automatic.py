@@ -32,11 +32,12 @@ BASE = "fsdp"  # what parameters do that no rule names
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What was solved for an axis, and the alternative that was taken of every choice."""
+    """What was solved for an axis, and the alternative that was taken of every choice, ``gap_us`` above a bound."""
 
     choices: AxisChoices
     problem: Problem
     taken: tuple[int, ...]
+    gap_us: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ def find_axis(
     choices = AxisChoices(known, times, free, fixed, room_bytes)
     solution = solve(all_choices := choices.problem())
     chosen = choices.chosen(solution.taken) if fixed is None else fixed
-    search = Search(choices=choices, problem=all_choices, taken=solution.taken)
+    gap_us = max(solution.time_us - solution.bound_us, 0.0)
+    search = Search(choices=choices, problem=all_choices, taken=solution.taken, gap_us=gap_us)
     lying = choices.lying(solution.taken)
     return FoundAxis(choices=chosen, parameters=lying, note=_note(axis, solution), search=search)
 

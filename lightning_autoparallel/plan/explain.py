@@ -79,10 +79,11 @@ def explain_found(searched: SearchedAxis, pattern: str, most_solves: int = MOST_
     explained += _pinned(searched, {node: parameters[node] for node in pinned})
     costly = sorted(_groups(searched, calls, {}), key=lambda group: -_time_us(searched, group[1]))
     explained += [_explained(searched, others, what, group) for what, group in costly]
-    cut_off = f"; cut off after {most_solves}, name fewer" if others.is_spent else ""
+    cut_off = f", cut off after {most_solves}: name fewer" if others.is_spent else ""
     note = (
-        f"on {searched.axis.name}: each alternative is fixed and everything else solved again, {others.asked} times"
-        f"{cut_off}; times of one step on one rank (predicted), bytes kept of parameters, gradients and AdamW's moments"
+        f"on {searched.axis.name}: each alternative is fixed and everything else solved again ({others.asked} solves"
+        f"{cut_off}); times of one step on one rank (predicted), bytes kept of parameters, gradients, moments"
+        f"; the plan itself takes at most {searched.search.gap_us:.1f} us more than the best"
     )
     return Explanation(pattern=pattern, choices=tuple(explained), note=note)
 
@@ -125,7 +126,7 @@ def _explained(searched: SearchedAxis, others: OtherSolutions, what: str, nodes:
             found.append(OtherWay(way=way, ruled_out=other.ruled_out))
         else:
             more_bytes = searched.kept_with(other.taken) - searched.kept_bytes
-            found.append(OtherWay(way=way, more_us=other.more_us, more_bytes=more_bytes))
+            found.append(OtherWay(way=way, more_us=other.more_us, more_bytes=more_bytes, proved=other.proved))
     found.sort(key=lambda one: one.more_us)
     found += _against_rules(searched, nodes[0])
     note = _edge_note(searched, nodes[0]) or ("" if found or unsolved else "there is no other way")

@@ -19,15 +19,20 @@ Fixed = Mapping[int, Collection[int]]  # by number of a choice the alternatives 
 MOST_SOLVES = 40
 _GAP = 1e-7  # differences of single alternatives are far below the planner's own gap
 _TIME_LIMIT_S = 10.0
+_PROVED_US = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The best with an alternative fixed: ``taken`` and how much it takes more; or None, and ``ruled_out`` by what."""
+    """The best with an alternative fixed: ``taken`` and how much it takes more; or None, and ``ruled_out`` by what.
+
+    Where it is not ``proved``, the time limit came first: it takes at most that much more.
+    """
 
     taken: tuple[int, ...] | None = None
     more_us: float = math.inf
     ruled_out: str = ""
+    proved: bool = True
 
 
 class OtherSolutions:
@@ -56,10 +61,11 @@ class OtherSolutions:
         self.asked += 1
         problem = _restricted(self._problem, fixed)
         try:
-            taken = solve(problem, _TIME_LIMIT_S, gap=_GAP).taken
+            best = solve(problem, _TIME_LIMIT_S, gap=_GAP)
         except InfeasiblePlanError:
             return WhatIf(ruled_out=self._together(problem))
-        return WhatIf(taken=taken, more_us=self._problem.time_us(taken) - self._time_us)
+        proved = best.time_us - best.bound_us <= max(_PROVED_US, 2 * _GAP * best.time_us)
+        return WhatIf(taken=best.taken, more_us=best.time_us - self._time_us, proved=proved)
 
     def _together(self, problem: Problem) -> str:
         """Why nothing goes together with it: the limits, where without them something does."""

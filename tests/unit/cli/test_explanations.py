@@ -12,6 +12,7 @@ def test_costs_are_differences_and_equal_ones_the_same() -> None:
         OtherWay(way="b", more_us=-0.2),
         OtherWay(way="c", more_us=0.0, more_bytes=2048.0),
         OtherWay(way="d", more_us=1536.0, more_bytes=-10.0),
+        OtherWay(way="f", more_us=3.0, proved=False),
         OtherWay(way="e", ruled_out="pinned by rule '*'"),
     )
     weight = Explained(what="layers.*.weight", count=3, taken="R", others=others, further=1, unsolved=2)
@@ -24,6 +25,7 @@ def test_costs_are_differences_and_equal_ones_the_same() -> None:
         "b: 0.2 us less, which the solver's gap allows, as many bytes kept",
         "c: the same time, 2.0 KiB more kept",
         "d: 1.54 ms more, 10 B less kept",
+        "f: at most 3.0 us more, as many bytes kept",
         "e: ruled out: pinned by rule '*'",
         "1 more, none of them cheaper or possible",
         "2 more, not looked at: cut off",
