@@ -123,6 +123,10 @@ class HardwareSpec:
         """The memory bandwidth that predictions assume."""
         return self.memory_gb_per_s * self.memory_fraction
 
+    def copy_time_us(self, size_bytes: float) -> float:
+        """Microseconds of a kernel that reads and writes so many bytes."""
+        return max(2 * size_bytes / (self.achieved_gb_per_s * 1e3), self.kernel_latency_us)
+
     def as_json(self) -> dict[str, Any]:
         """All fields as numbers, strings and mappings."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -66,7 +66,7 @@ from lightning_autoparallel.pipeline.local_calls import (
     records_gradients,
 )
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
-from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_peak_bytes
+from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_forecast
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
     PreparedStep,
@@ -267,7 +267,7 @@ class StepEngine:
                 with errors_of_the_step():
                     request = self.request(call, layout, leaves, rebuild, counters)
                     stays = immovable(self.module, self.optimizers())
-                    find_plan(self.context, request, step_peak_bytes, stays, self.layouts)
+                    find_plan(self.context, request, step_forecast, stays, self.layouts)
                 self.context.found.remember(self.module)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from glob import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,12 @@ from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, 
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import AutoParallelError, ConfigError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import is_shard, placement_text
+from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, StepForecast, choice_note, fastest
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept
-from lightning_autoparallel.pipeline.predict import cost_model
-from lightning_autoparallel.plan import first_spec, is_of_graph, make_plan, matching, plan_document, restore_plan
+from lightning_autoparallel.pipeline.predict import cost_model, stored_bytes
+from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
 from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a
 _A_LITTLE_MORE = 1.01  # than what is missing: then it ends
 _ROUNDS = 4
 _SHOWN = 5  # names in a note
-StepPeak = Callable[[CapturedGraph, ShardingPlan, "StageContext"], float]
 
 
 class OverBudgetError(InfeasiblePlanError):
@@ -160,7 +159,7 @@ class FoundPlan:
 def find_plan(
     context: StageContext,
     request: StepRequest,
-    step_peak_bytes: StepPeak,
+    step_forecast: StepForecast,
     stays: Container[str] = (),
     layouts: Mapping[str, ParameterLayout] = MappingProxyType({}),
 ) -> None:
@@ -168,8 +167,9 @@ def find_plan(
 
     Parameters that on any rank are in ``stays`` are left where ``layouts`` have them.
 
-    What its activations take is known once it is planned: where that leaves less room for parameters than they have,
-    or recomputing more would leave more, it is planned again.
+    Of several that the solver thinks good, it is the one that is fastest after the passes. What activations take is
+    known then: where that leaves less room for parameters than they have, or recomputing more would leave more, it is
+    planned again.
 
     Raises:
         CaptureError: the step cannot be captured whole.
@@ -197,7 +197,7 @@ def find_plan(
     refused: list[str] = []
     for policy in policies:
         try:
-            _find_within(captured, context, costs, policy, budget, step_peak_bytes, layouts)
+            _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
             return
         except Exception as error:
             # Parameters lie as they did.
@@ -257,7 +257,7 @@ def _find_within(
     costs: CostModel,
     policy: str | CheckpointFunction,
     budget_bytes: float,
-    step_peak_bytes: StepPeak,
+    step_forecast: StepForecast,
     layouts: Mapping[str, ParameterLayout],
 ) -> None:
     """The plan with this policy.
@@ -269,24 +269,29 @@ def _find_within(
     found.policy = policy
     found.question = Question.of(found.asked(context.config.plan), context.mesh, costs, found.budget_bytes, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
+    reserved = 1 + (costs.hardware.reserved_share or 0.0)
     while True:
-        found.spec, found.document, found.notes = _found(captured, context, costs, room_bytes, held)
+        answers = _found(captured, context, costs, room_bytes, held)
         held = None
-        plan = found.plan_of(captured, context.config.plan, context.mesh)
-        assert plan is not None
-        _check_staying(plan, found.pins, layouts)
-        kept = kept_bytes(captured, plan)
-        found.predicted_bytes = kept + _most_bytes(captured)
-        if found.predicted_bytes <= budget_bytes:
+        plans = [_take(found, answer, captured, context, layouts) for answer in answers]
+        found.predicted_bytes = kept_bytes(captured, plans[0]) + _most_bytes(captured)
+        if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return
-        peak = _together(partial(step_peak_bytes, captured, plan, context), context)
-        found.predicted_bytes = kept + peak
-        reserved = 1 + (costs.hardware.reserved_share or 0.0)
-        needed = (kept + peak) * reserved
-        if needed <= budget_bytes:
-            note = f"plan auto: {needed / 2**30:.3g} of {budget_bytes / 2**30:.3g} GiB on a rank, recomputing {policy}"
-            found.notes = (*found.notes, note)
+        contenders = []
+        for one, plan in zip(answers, plans, strict=True):
+            forecast, kept = step_forecast(captured, plan, context, costs), kept_bytes(captured, plan)
+            needed = (kept + forecast.peak_bytes) * reserved
+            contenders.append(Contender(answer=one, forecast=forecast, kept_bytes=kept, needed_bytes=needed))
+        taken = fastest(contenders, budget_bytes)
+        if taken is not None:
+            _take(found, taken.answer, captured, context, layouts)
+            found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes
+            gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
+            note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
+            found.notes = (*found.notes, *choice_note(contenders, taken), note)
             return
+        leanest = min(contenders, key=lambda each: each.needed_bytes)
+        kept, peak, needed = leanest.kept_bytes, leanest.forecast.peak_bytes, leanest.needed_bytes
         if peak * reserved >= budget_bytes or room_bytes < 1:
             raise InfeasiblePlanError(
                 f"activations, gradients and what is gathered take {peak * reserved / 2**30:.3g} GiB of a rank at the "
@@ -296,27 +301,34 @@ def _find_within(
         room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * _A_LITTLE_MORE
 
 
-def _solved(
-    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float
-) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
+def _take(
+    found: FoundPlan,
+    answer: Answer,
+    captured: CapturedGraph,
+    context: StageContext,
+    layouts: Mapping[str, ParameterLayout],
+) -> ShardingPlan:
+    """The plan of an answer, which is then the one that was found."""
+    found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
+    plan = found.plan_of(captured, context.config.plan, context.mesh)
+    assert plan is not None
+    _check_staying(plan, found.pins, layouts)
+    return plan
+
+
+def _solved(captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float) -> tuple[Answer, ...]:
     asked = context.found.asked(context.config.plan)
     explains = context.config.explain is not None
-    plan = make_plan(captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains)
-    context.found.explain = plan.explain
-    assert plan.found is not None
-    notes = (*plan.notes, *_told(context.found.pins))
-    return plan.found, plan_document(captured, plan, plan.found, context.mesh), notes
-
-
-def _together(action: Callable[[], float], context: StageContext) -> float:
-    error: Exception | None = None
-    result = 0.0
-    try:
-        result = action()
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    return result
+    plans = make_plans(
+        captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains
+    )
+    answers = []
+    for plan in plans:
+        assert plan.found is not None
+        document = plan_document(captured, plan, plan.found, context.mesh)
+        notes = (*plan.notes, *_told(context.found.pins))
+        answers.append(Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain))
+    return tuple(answers)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -325,15 +337,8 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:
     """Of parameters, and of two moments of those that are trained, on one rank."""
-    trained = {item.name for item in captured.outputs if item.is_parameter_gradient}
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    total = 0.0
-    for node, item in zip(nodes, captured.inputs, strict=True):
-        if item.kind == "parameter":
-            pairs = zip(plan.parameters[item.name], plan.axes, strict=True)
-            parts = math.prod(axis.size for placement, axis in pairs if is_shard(placement))
-            total += fxn.size_bytes(node.meta["val"]) / parts * (_COPIES if item.name in trained else 1)
-    return total
+    trained = sum(stored_bytes(captured, plan, trained_only=True).values())
+    return sum(stored_bytes(captured, plan).values()) + (_COPIES - 1) * trained
 
 
 def _most_bytes(captured: CapturedGraph) -> float:
@@ -349,19 +354,19 @@ def _found(
     costs: CostModel,
     room_bytes: float,
     held: Mapping[str, Any] | None,
-) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]]:
+) -> tuple[Answer, ...]:
     error: Exception | None = None
-    found: tuple[Any, ...] = ()
+    found: tuple[Answer, ...] = ()
     if dist.get_rank() == 0:
         try:
             assert context.found.question is not None
             known = answer(held, context.found.question, captured)
-            found = known or _solved(captured, context, costs, room_bytes)
+            found = (known,) if known is not None else _solved(captured, context, costs, room_bytes)
         except AutoParallelError as ours:
             error = ours
         except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan
             error = AutoParallelError(f"plan 'auto' failed ({type(other).__name__}: {other}): name a plan instead")
             error.__cause__ = other
     context.control.raise_together(error)
-    spec, document, notes = context.control.gather(found)[0]
-    return spec, document, notes
+    told: tuple[Answer, ...] = context.control.gather(tuple(one.to_tell() for one in found))[0]
+    return found or told

@@ -11,6 +11,7 @@ from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.fastest_plan import Answer
 from lightning_autoparallel.plan import is_of_graph
 
 VERSION = 1
@@ -56,10 +57,8 @@ def kept(question: Question, document: Mapping[str, Any], notes: tuple[str, ...]
     }
 
 
-def answer(
-    held: Mapping[str, Any] | None, question: Question, captured: CapturedGraph
-) -> tuple[PlanSpec, Mapping[str, Any], tuple[str, ...]] | None:
-    """The plan of a checkpoint as rules, document and notes; None where it answers another question."""
+def answer(held: Mapping[str, Any] | None, question: Question, captured: CapturedGraph) -> Answer | None:
+    """The plan of a checkpoint; None where it answers another question."""
     if held is None or held.get("version") != VERSION or held["question"] != vars(question):
         return None
     document = json.loads(held["document"])
@@ -67,4 +66,4 @@ def answer(
         return None
     spec = PlanSpec.parse({"base": document["base"], "rules": document["rules"]})
     note = "plan auto: as it was found before the checkpoint that this training goes on from"
-    return spec, document, tuple(dict.fromkeys((*held["notes"], note)))
+    return Answer(spec=spec, document=document, notes=tuple(dict.fromkeys((*held["notes"], note))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from lightning_autoparallel.contracts import (
     GraphPrediction,
     PartitionedGraph,
     PlanReport,
+    ShardingPlan,
     TimelineEvent,
 )
 from lightning_autoparallel.cost import CostModel, HardwareSpec, hardware_from, mesh_groups
@@ -21,8 +23,11 @@ from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
 from lightning_autoparallel.cost.optimizer import update_time_us
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.fastest_plan import Forecast
 
 
 def cost_model(config: EngineConfig, mesh: ParallelMesh, control: ControlGroup) -> CostModel:
@@ -71,6 +76,37 @@ def with_predictions(
         return replace(report, predictions=predictions, around_us=around_us(report, costs.hardware))
     except (UnsupportedOpError, ConfigError) as error:
         return replace(report, notes=(*report.notes, f"no predicted times: {error}"))
+
+
+def forecast_of(
+    captured: CapturedGraph, plan: ShardingPlan, partitioned: PartitionedGraph, costs: CostModel
+) -> Forecast:
+    """What a step takes whose passes are done, with an optimizer that moves what AdamW does.
+
+    Raises:
+        UnsupportedOpError: the memory of a value is unknown.
+    """
+    memory = predict_step_memory(partitioned)
+    trained_bytes = sum(stored_bytes(captured, plan, trained_only=True).values())
+    try:
+        graphs_us = sum(costs.timeline(graph_module.graph).time_us for graph_module in partitioned.graphs().values())
+    except (UnsupportedOpError, ConfigError):
+        return Forecast(time_us=None, peak_bytes=memory.peak_bytes)
+    time_us = graphs_us + update_time_us(trained_bytes, costs.hardware)
+    return Forecast(time_us=time_us, peak_bytes=memory.peak_bytes)
+
+
+def stored_bytes(captured: CapturedGraph, plan: ShardingPlan, trained_only: bool = False) -> dict[str, float]:
+    """Bytes of each parameter that lie on a rank between steps, by name."""
+    trained = {item.name for item in captured.outputs if item.is_parameter_gradient}
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    found = {}
+    for node, item in zip(nodes, captured.inputs, strict=True):
+        if item.kind == "parameter" and (item.name in trained or not trained_only):
+            pairs = zip(plan.parameters[item.name], plan.axes, strict=True)
+            parts = math.prod(axis.size for placement, axis in pairs if is_shard(placement))
+            found[item.name] = fxn.size_bytes(node.meta["val"]) / parts
+    return found
 
 
 def around_us(report: PlanReport, hardware: HardwareSpec) -> float | None:

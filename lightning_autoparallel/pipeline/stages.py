@@ -28,7 +28,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.memory import predict_step_memory, surroundings_of
+from lightning_autoparallel.cost.memory import surroundings_of
 from lightning_autoparallel.errors import CaptureError, InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
@@ -43,8 +43,9 @@ from lightning_autoparallel.passes import (
     split_passes,
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.fastest_plan import Forecast
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
-from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
+from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, with_predictions
 from lightning_autoparallel.pipeline.same_order import check_same_order, check_same_start, difference_between_ranks
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
@@ -170,15 +171,30 @@ def _explained(captured: CapturedGraph, plan: ShardingPlan, context: StageContex
     return explain_rules(captured, plan, context.plan, pattern)
 
 
-def step_peak_bytes(captured: CapturedGraph, plan: ShardingPlan, context: StageContext) -> int:
-    """Bytes that a planned step takes at its peak beside parameters and optimizer state; every rank calls it.
+def step_forecast(captured: CapturedGraph, plan: ShardingPlan, context: StageContext, costs: CostModel) -> Forecast:
+    """What a planned step takes once passes have rewritten it; every rank calls it, and is told what rank 0 finds.
 
-    Of its graphs as they are partitioned: what later passes move is not counted.
+    Raises:
+        AutoParallelError: some rank cannot rewrite it.
     """
-    quiet = replace(context, config=replace(context.config, dump_dir=None))
-    sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
-    partitioned, _ = _partitioned(sharded, quiet, AxesByGroup(context.mesh), ArtifactWriter(None))
-    return predict_step_memory(partitioned).peak_bytes
+    silent = replace(context, warn=lambda message: None, told=set())
+    error: Exception | None = None
+    sharded: ShardedGraph | None = None
+    try:
+        sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    assert sharded is not None
+    partitioned, _ = _rewritten(sharded, silent, costs, ArtifactWriter(None))
+    forecast: Forecast | None = None
+    try:
+        forecast = forecast_of(captured, plan, partitioned, costs)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    told: Forecast = context.control.gather(forecast)[0]
+    return told
 
 
 def _waiting(plan: ShardingPlan, captured: CapturedGraph, waiting: Mapping[str, UnreducedLayout]) -> ShardingPlan:

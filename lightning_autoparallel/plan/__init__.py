@@ -3,7 +3,7 @@
 from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.explain_rules import explain_rules, matching
 from lightning_autoparallel.plan.fingerprint import fingerprint_lines, first_difference
-from lightning_autoparallel.plan.planner import make_plan
+from lightning_autoparallel.plan.planner import make_plan, make_plans
 from lightning_autoparallel.plan.store import is_of_graph, plan_document, read_plan, restore_plan
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "first_spec",
     "is_of_graph",
     "make_plan",
+    "make_plans",
     "matching",
     "plan_document",
     "read_plan",

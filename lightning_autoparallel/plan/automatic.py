@@ -22,6 +22,7 @@ from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.integer_programme import Solution, solve
+from lightning_autoparallel.plan.other_plans import other_plans
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Problem
 from lightning_autoparallel.plan.solve import AxisProblem
@@ -57,8 +58,11 @@ def find_axis(
     costs: CostModel,
     fixed: Mapping[fx.Node, Candidate] | None = None,
     room_bytes: float = math.inf,
-) -> FoundAxis:
+    with_others: bool = False,
+) -> tuple[FoundAxis, ...]:
     """The best of all combinations on one axis, or of all ways to keep parameters where what calls do is ``fixed``.
+
+    ``with_others`` is followed by unlike ones that are nearly as good.
 
     Raises:
         InfeasiblePlanError: none goes together, or none leaves what stays on a rank in ``room_bytes``.
@@ -70,11 +74,22 @@ def find_axis(
     known = dataclasses.replace(problem, pins=pins)
     choices = AxisChoices(known, times, free, fixed, room_bytes)
     solution = solve(all_choices := choices.problem())
-    chosen = choices.chosen(solution.taken) if fixed is None else fixed
-    gap_us = max(solution.time_us - solution.bound_us, 0.0)
-    search = Search(choices=choices, problem=all_choices, taken=solution.taken, gap_us=gap_us)
-    lying = choices.lying(solution.taken)
-    return FoundAxis(choices=chosen, parameters=lying, note=_note(axis, solution), search=search)
+    others = other_plans(choices, all_choices, solution.taken) if with_others else []
+    note = _note(axis, solution)
+    return tuple(
+        FoundAxis(
+            choices=choices.chosen(taken) if fixed is None else fixed,
+            parameters=choices.lying(taken),
+            note=note,
+            search=Search(
+                choices=choices,
+                problem=all_choices,
+                taken=taken,
+                gap_us=max(all_choices.time_us(taken) - solution.bound_us, 0.0),
+            ),
+        )
+        for taken in (solution.taken, *others)
+    )
 
 
 def _check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None:

@@ -130,6 +130,11 @@ class AxisChoices:
         """Every call and placeholder, in graph order."""
         return tuple(self._nodes)
 
+    @property
+    def own(self) -> int:
+        """How many choices are those of calls and placeholders: they are numbered first."""
+        return len(self._numbers)
+
     def lying(self, taken: Sequence[int]) -> dict[str, Lying]:
         """How each free parameter lies in a solution, by name."""
         numbers = {node: taken[self._numbers[self._classes[node]]] for node in self.free}

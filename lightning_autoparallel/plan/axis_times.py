@@ -72,8 +72,7 @@ class AxisTimes:
         if kind == "impossible":
             return math.inf
         if kind == "slice":
-            moving_us = 2 * size_bytes / self._size / (self._hardware.achieved_gb_per_s * 1e3)
-            return max(moving_us, self._hardware.kernel_latency_us)
+            return self._hardware.copy_time_us(size_bytes / self._size)
         sent = size_bytes // self._size if kind == "all_to_all" else size_bytes
         time_us = collective_time_us(kind, sent, self._group, self._hardware)
         products_us = 0.0

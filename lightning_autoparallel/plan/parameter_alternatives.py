@@ -39,9 +39,10 @@ _COPIES = 4  # parameter, gradient, two moments
 class Lying:
     """One way for a parameter: ``computed`` on the planned axis, ``stored`` dims by the axes that cut it between steps.
 
-    Its gradient ends as ``end``. ``update_us`` is the optimizer's time, ``gathered_us`` what gathering takes before the
-    forward, ``reduced_us`` what the backward takes, to gather again and to reduce the gradient. ``size_bytes`` is what
-    stays on a rank: the parameter, its gradient, and what AdamW keeps of it.
+    Its gradient ends as ``end``. ``update_us`` is the optimizer's time, and that of taking a rank's part of a gradient
+    of which it has more; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
+    takes, to gather again and to reduce the gradient. ``size_bytes`` is what stays on a rank: the parameter, its
+    gradient, and what AdamW keeps of it.
     """
 
     computed: Placement
@@ -179,11 +180,17 @@ class _Ways:
             computed=computed,
             stored=stored,
             end=end,
-            update_us=update_time_us(kept_bytes, self._costs.hardware) if is_trained else 0.0,
+            update_us=self._update_us(kept_bytes, size_bytes / own, stored, end) if is_trained else 0.0,
             gathered_us=gathered_us,
             reduced_us=gathered_us + reduced_us,
             size_bytes=kept_bytes * (_COPIES if is_trained else 1),
         )
+
+    def _update_us(self, kept_bytes: float, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
+        hardware = self._costs.hardware
+        has_more = self._axis.name in stored and not self._axis.shards_batch and end.is_replicate()
+        taking_us = hardware.copy_time_us(size_bytes / self._axis.size) if has_more else 0.0
+        return update_time_us(kept_bytes, hardware) + taking_us
 
     def _reduced_us(self, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
         """A gradient is scattered over axes that cut the parameter, then what is left is added up over the others."""

@@ -94,6 +94,7 @@ class _Planning:
     warn: Warn
     costs: CostModel | None
     room_bytes: float
+    with_others: bool
 
     @property
     def rules(self) -> tuple[PlanRule, ...]:
@@ -112,7 +113,30 @@ def make_plan(
     computes_whole: bool = False,
     explains: bool = False,
 ) -> ShardingPlan:
+    """A placement for every node of ``captured``: what ``make_plans``, where arguments are told, has first.
+
+    Raises:
+        ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
+        InfeasiblePlanError: something computes with a parameter that its rule cuts, but has no way to do it.
+    """
+    return make_plans(captured, plan, mesh, warn, hardware, costs, room_bytes, computes_whole, explains, False)[0]
+
+
+def make_plans(
+    captured: CapturedGraph,
+    plan: str | PlanSpec,
+    mesh: ParallelMesh,
+    warn: Warn,
+    hardware: PlacementRates = GENERIC,
+    costs: CostModel | None = None,
+    room_bytes: float = math.inf,
+    computes_whole: bool = False,
+    explains: bool = False,
+    with_others: bool = True,
+) -> tuple[ShardingPlan, ...]:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
+
+    What it finds is followed by others, unlike it and nearly as good, if it is to be; any other plan is one.
 
     Of what it finds, parameters with their gradients and AdamW's moments have ``room_bytes`` on a rank. A plan that
     ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it. What was
@@ -141,20 +165,30 @@ def make_plan(
         warn=warn,
         costs=costs if spec.base == AUTO else None,
         room_bytes=room_bytes,
+        with_others=with_others,
     )
-    solved, found = _solve_axes(planning)
+    return tuple(_plan(planning, shapes, solved, found, explains) for solved, found in _solve_axes(planning))
+
+
+def _plan(
+    planning: _Planning,
+    shapes: Mapping[str, tuple[int, ...]],
+    solved: Sequence[Choices],
+    found: _Found | None,
+    explains: bool,
+) -> ShardingPlan:
     if found is not None:
-        planning = replace(planning, parameters=place_parameters(found.rules, shapes, axes, warn))
+        planning = replace(planning, parameters=place_parameters(found.rules, shapes, planning.axes, planning.warn))
         for name, lying in found.axis.parameters.items():
             computed = {lying.computed, Replicate()}
             assert set(planning.parameters[name].compute) <= computed, f"rules that were found misplace {name}"
     return ShardingPlan(
-        name=spec.name,
-        axes=axes,
-        nodes=_combine(captured.graph_module.graph, solved),
+        name=planning.spec.name,
+        axes=planning.axes,
+        nodes=_combine(planning.captured.graph_module.graph, solved),
         parameters={name: placement.storage for name, placement in planning.parameters.items()},
         outputs=_output_placements(planning),
-        joint_axes=joint_axes(axes, mesh),
+        joint_axes=joint_axes(planning.axes, planning.mesh),
         found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
         explain=partial(explain_found, found.explained) if found is not None and explains else None,
@@ -170,8 +204,8 @@ class _Found:
     explained: SearchedAxis
 
 
-def _solve_axes(planning: _Planning) -> tuple[list[Choices], _Found | None]:
-    """The choices on every plan axis, and what ``auto`` has found.
+def _solve_axes(planning: _Planning) -> list[tuple[list[Choices], _Found | None]]:
+    """The choices on every plan axis, and what ``auto`` has found: its best first.
 
     The batch axes come first and as one: what they hold differently (parameters between steps) is no question of how
     to compute. The others are planned into what that has cut.
@@ -179,7 +213,8 @@ def _solve_axes(planning: _Planning) -> tuple[list[Choices], _Found | None]:
     axes = planning.axes
     batch = [i for i, axis in enumerate(axes) if axis.shards_batch]
     solved: dict[int, Choices] = {}
-    others, found = OtherAxes(), None
+    others = OtherAxes()
+    found: list[_Found] = []
     if batch:
         joint = planning.mesh.plan_axis(tuple(name for i in batch for name in axes[i].mesh_axes))
         assert joint is not None
@@ -190,15 +225,20 @@ def _solve_axes(planning: _Planning) -> tuple[list[Choices], _Found | None]:
             found = _find(planning, joint, None, others, planning.costs, choices)
         others.add(joint, choices)
     for i, axis in enumerate(axes):
-        if i not in solved:
-            if planning.costs is None:
-                solved[i] = _solve(planning, axis, i, others)
-            else:
-                assert found is None, "parameters are placed on one axis beside those that share out the batch"
-                found = _find(planning, axis, i, others, planning.costs, None)
-                solved[i] = found.axis.choices
-            others.add(axis, solved[i])
-    return [solved[i] for i in range(len(axes))], found
+        if i in solved:
+            continue
+        if planning.costs is not None:
+            assert len(solved) == len(axes) - 1, "parameters are placed on one axis beside those that share the batch"
+            found = _find(planning, axis, i, others, planning.costs, None)
+            return [(_in_order({**solved, i: each.axis.choices}), each) for each in found]
+        solved[i] = _solve(planning, axis, i, others)
+        others.add(axis, solved[i])
+    chosen = _in_order(solved)
+    return [(chosen, each) for each in found] if found else [(chosen, None)]
+
+
+def _in_order(solved: Mapping[int, Choices]) -> list[Choices]:
+    return [solved[i] for i in range(len(solved))]
 
 
 def _find(
@@ -208,22 +248,27 @@ def _find(
     others: OtherAxes,
     costs: CostModel,
     fixed: Choices | None,
-) -> _Found:
-    """What is best on one axis; parameters that rules name lie as those say."""
+) -> list[_Found]:
+    """What is best on one axis, and others if asked; parameters that rules name lie as those say."""
     batch = [other for other in planning.axes if other.shards_batch]
     every = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
     free = allowed_ways(every, planning.rules, planning.axes)
-    found = find_axis(_axis_problem(planning, axis, position, others), axis, free, costs, fixed, planning.room_bytes)
-    searched = SearchedAxis(
-        captured=planning.captured,
-        search=found.search,
-        every=every,
-        rules=planning.rules,
-        axes=planning.axes,
-        axis=axis,
-    )
-    rules = found_spec(planning.spec, axis, batch, found.parameters)
-    return _Found(axis=found, rules=rules, explained=searched)
+    problem = _axis_problem(planning, axis, position, others)
+    return [
+        _Found(
+            axis=found,
+            rules=found_spec(planning.spec, axis, batch, found.parameters),
+            explained=SearchedAxis(
+                captured=planning.captured,
+                search=found.search,
+                every=every,
+                rules=planning.rules,
+                axes=planning.axes,
+                axis=axis,
+            ),
+        )
+        for found in find_axis(problem, axis, free, costs, fixed, planning.room_bytes, planning.with_others)
+    ]
 
 
 def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:

@@ -9,8 +9,10 @@ values and overlaps, each of which may stand for several equal ones. Limits rule
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+Fixed = Mapping[int, Collection[int]]  # by number of a choice the alternatives that are left to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +110,14 @@ class Problem:
         own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
         moved = sum(value.time_us(taken) for value in self.values)
         return own + moved + sum(overlap.time_us(taken) for overlap in self.overlaps)
+
+
+def restricted(problem: Problem, fixed: Fixed) -> Problem:
+    """The problem with only these alternatives left to these choices."""
+    choices = [
+        replace(choice, times_us=tuple(t if k in fixed[c] else math.inf for k, t in enumerate(choice.times_us)))
+        if c in fixed
+        else choice
+        for c, choice in enumerate(problem.choices)
+    ]
+    return replace(problem, choices=tuple(choices))

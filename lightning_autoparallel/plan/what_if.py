@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.plan.integer_programme import solve
-from lightning_autoparallel.plan.problem import Problem, Value
+from lightning_autoparallel.plan.problem import Fixed, Problem, Value, restricted
 
-Fixed = Mapping[int, Collection[int]]  # by number of a choice the alternatives that are left to it
 MOST_SOLVES = 40
 _GAP = 1e-7  # differences of single alternatives are far below the planner's own gap
 _TIME_LIMIT_S = 10.0
@@ -59,7 +58,7 @@ class OtherSolutions:
         if self.is_spent:
             return None
         self.asked += 1
-        problem = _restricted(self._problem, fixed)
+        problem = restricted(self._problem, fixed)
         try:
             best = solve(problem, _TIME_LIMIT_S, gap=_GAP)
         except InfeasiblePlanError:
@@ -106,15 +105,3 @@ def _text(size_bytes: float) -> str:
 
 def _texts(value: Value, placements: Collection[int]) -> str:
     return " or ".join(value.texts[k] if value.texts else str(k) for k in sorted(placements))
-
-
-def _restricted(problem: Problem, fixed: Fixed) -> Problem:
-    choices = [
-        dataclasses.replace(
-            choice, times_us=tuple(t if k in fixed[c] else math.inf for k, t in enumerate(choice.times_us))
-        )
-        if c in fixed
-        else choice
-        for c, choice in enumerate(problem.choices)
-    ]
-    return dataclasses.replace(problem, choices=tuple(choices))

@@ -1,0 +1,80 @@
+"""Of the plans that a solver thinks best, the one that is predicted to be fastest once passes have rewritten its step.
+
+Every rank takes every plan through the passes, which make process groups together; rank 0's figures decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.contracts import CapturedGraph, Explanation, ShardingPlan
+from lightning_autoparallel.cost import CostModel
+
+if TYPE_CHECKING:
+    from lightning_autoparallel.pipeline.stages import StageContext
+
+_ALIKE = 1.005  # as fast: then the one that takes less memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it."""
+
+    spec: PlanSpec
+    document: Mapping[str, Any]
+    notes: tuple[str, ...]
+    explain: Callable[[str], Explanation] | None = None
+
+    def to_tell(self) -> Answer:
+        """What other ranks are told."""
+        return replace(self, explain=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a step takes after the passes: ``time_us`` with the optimizer's, None where a cost is unknown.
+
+    ``peak_bytes`` are those beside parameters and the optimizer's state.
+    """
+
+    time_us: float | None
+    peak_bytes: float
+
+
+StepForecast = Callable[[CapturedGraph, ShardingPlan, "StageContext", CostModel], Forecast]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A plan that was taken through the passes, and the bytes that a rank needs for it."""
+
+    answer: Answer
+    forecast: Forecast
+    kept_bytes: float
+    needed_bytes: float
+
+
+def fastest(contenders: Sequence[Contender], budget_bytes: float) -> Contender | None:
+    """The fastest of those that fit, the first of them where a time is unknown; None where none fits."""
+    fitting = [each for each in contenders if each.needed_bytes <= budget_bytes]
+    times = [each.forecast.time_us for each in fitting]
+    known = [time for time in times if time is not None]
+    if not fitting or len(known) < len(times):
+        return fitting[0] if fitting else None
+    alike = [each for each, time in zip(fitting, known, strict=True) if time <= min(known) * _ALIKE]
+    return min(alike, key=lambda each: each.needed_bytes)
+
+
+def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str, ...]:
+    """What is to be said of the choice; nothing where there was none."""
+    if len(contenders) < 2 or taken.forecast.time_us is None:
+        return ()
+    times = [each.forecast.time_us for each in contenders]
+    texts = ", ".join("unknown" if time is None else f"{time / 1e3:.4g}" for time in times)
+    return (
+        f"plan auto: {len(contenders)} plans were taken through the passes, the solver's best first: {texts} ms a step "
+        f"with the optimizer; taken is that of {taken.forecast.time_us / 1e3:.4g} ms",
+    )

@@ -1,0 +1,76 @@
+"""Plans unlike the best, and nearly as good by the solver's objective: passes and the timeline may prefer one of them.
+
+The objective knows nothing of buckets, fused kernels or an order of launches. So the problem is solved again with all
+parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden behind
+computing. What takes more than ``_WITHIN`` of the best, or was found before, is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.plan.axis_choices import AxisChoices
+from lightning_autoparallel.plan.integer_programme import solve
+from lightning_autoparallel.plan.parameter_alternatives import Lying
+from lightning_autoparallel.plan.problem import Overlap, Problem, restricted
+
+MOST = 2
+_WITHIN = 1.05  # of the best objective
+_TIME_LIMIT_S = 2.0
+
+
+def other_plans(choices: AxisChoices, problem: Problem, best: Sequence[int]) -> list[tuple[int, ...]]:
+    """The alternative of every choice in other plans, at most ``MOST``, the best of them first."""
+    most_us = problem.time_us(best) * _WITHIN
+    seen = {_decided(choices, best)}
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for variant in _variants(choices, problem):
+        try:
+            taken = solve(variant, _TIME_LIMIT_S).taken
+        except InfeasiblePlanError:
+            continue
+        time_us = problem.time_us(taken)
+        if time_us <= most_us and problem.fits(taken) and _decided(choices, taken) not in seen:
+            seen.add(_decided(choices, taken))
+            found.append((time_us, taken))
+    return [taken for _, taken in sorted(found)[:MOST]]
+
+
+def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:
+    """What a solution says of calls and parameters, without the choices that only stand for where values leave."""
+    return tuple(taken[: choices.own])
+
+
+def _variants(choices: AxisChoices, problem: Problem) -> Iterator[Problem]:
+    for stored in _stored_sets(choices):
+        yield _with(choices, problem, partial(_is_cut_by, stored))
+    if not choices.axis.is_batch_axis:
+        yield _with(choices, problem, lambda way: way.computed.is_replicate())
+    if problem.overlaps:
+        yield dataclasses.replace(problem, overlaps=tuple(map(_in_the_open, problem.overlaps)))
+
+
+def _stored_sets(choices: AxisChoices) -> list[frozenset[str]]:
+    """The sets of axes that parameters may be cut by between steps."""
+    return list(dict.fromkeys(frozenset(way.stored) for free in choices.free.values() for way in free.ways))
+
+
+def _is_cut_by(axes: frozenset[str], way: Lying) -> bool:
+    return axes == frozenset(way.stored)
+
+
+def _with(choices: AxisChoices, problem: Problem, is_wanted: Callable[[Lying], bool]) -> Problem:
+    """Parameters lie as is wanted, where they can."""
+    left = {}
+    for node, parameter in choices.free.items():
+        wanted = [k for k, way in enumerate(parameter.ways) if is_wanted(way)]
+        if wanted:
+            left[choices.alternatives(node)[0]] = wanted
+    return restricted(problem, left)
+
+
+def _in_the_open(overlap: Overlap) -> Overlap:
+    return dataclasses.replace(overlap, computed_us={})

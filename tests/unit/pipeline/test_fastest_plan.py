@@ -1,0 +1,46 @@
+"""Which plan is taken of those that passes have rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, choice_note, fastest
+
+ANSWER = Answer(spec=PlanSpec(base="fsdp"), document={}, notes=(), explain=lambda pattern: pytest.fail(pattern))
+
+
+def contender(time_us: float | None, needed_bytes: float) -> Contender:
+    forecast = Forecast(time_us=time_us, peak_bytes=needed_bytes / 2)
+    return Contender(answer=ANSWER, forecast=forecast, kept_bytes=needed_bytes / 2, needed_bytes=needed_bytes)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ([(100.0, 8.0), (90.0, 9.0), (95.0, 1.0)], 1),
+        ([(100.0, 8.0), (90.0, 11.0), (95.0, 1.0)], 2),  # the fastest does not fit
+        ([(90.1, 8.0), (90.0, 9.0), (95.0, 1.0)], 0),  # as fast, in less memory
+        ([(100.0, 8.0), (None, 9.0), (95.0, 1.0)], 0),  # a cost is unknown: as the solver has it
+        ([(100.0, 11.0), (None, 9.0)], 1),
+        ([(100.0, 11.0), (90.0, 12.0)], None),
+    ],
+)
+def test_the_fastest_that_fits_is_taken(given: list[Any], taken: int | None) -> None:
+    contenders = [contender(*each) for each in given]
+    assert fastest(contenders, budget_bytes=10.0) is (None if taken is None else contenders[taken])
+
+
+def test_a_choice_is_told_with_its_times() -> None:
+    several = [contender(100e3, 8.0), contender(90e3, 9.0)]
+    (note,) = choice_note(several, several[1])
+    assert "2 plans were taken through the passes, the solver's best first: 100, 90 ms" in note
+    assert note.endswith("taken is that of 90 ms")
+    assert choice_note(several[:1], several[0]) == ()
+
+
+def test_other_ranks_are_not_told_what_only_rank_0_can_explain() -> None:
+    assert ANSWER.to_tell().explain is None
+    assert ANSWER.to_tell().spec is ANSWER.spec

@@ -1,0 +1,75 @@
+"""Plans unlike the best: each fits, is nearly as good, and says something else of parameters or calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.plan import automatic, make_plan, make_plans, other_plans
+from lightning_autoparallel.plan.integer_programme import Solution
+from tests.unit._graphs import captured
+from tests.unit.plan.test_automatic import Blocks, costs_of
+
+MESH = {"dp_replicate": 2, "dp_shard": 2}
+H100 = {"base": "h100"}
+
+
+def plans_of(mesh: Any, graph: CapturedGraph, hardware: Mapping[str, Any] = H100) -> tuple[ShardingPlan, ...]:
+    return make_plans(graph, {"base": "auto"}, mesh, print, costs=costs_of(mesh, hardware))
+
+
+def said(plan: ShardingPlan) -> Any:
+    return dict(plan.parameters), dict(plan.nodes)
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 4}, MESH, {"dp_shard": 2, "tp": 2}], ids=lambda axes: "x".join(axes))
+def test_others_follow_the_best_and_are_unlike_it(axes: Mapping[str, int], fake_mesh, monkeypatch) -> None:
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    mesh = fake_mesh(**axes)
+    graph = captured(Blocks(3, width=64, hidden=256), torch.randn(8, 4, 64), shards=4)
+    plans = plans_of(mesh, graph)
+    assert 1 < len(plans) <= 1 + other_plans.MOST
+    alone = make_plan(graph, {"base": "auto"}, mesh, print, costs=costs_of(mesh, H100))
+    assert said(plans[0]) == said(alone)
+    assert all(said(one) != said(other) for i, one in enumerate(plans) for other in plans[:i])
+
+
+def test_those_that_are_much_worse_are_dropped(fake_mesh, monkeypatch) -> None:
+    """Over a slow link nothing is nearly as good as the best, unless that is allowed to be anything."""
+    slow = {"base": "h100", "intra_node": {"bandwidth_gb_per_s": 0.05}}
+    mesh = fake_mesh(dp_shard=4)
+    graph = captured(Blocks(3, width=64, hidden=256), torch.randn(8, 4, 64), shards=4)
+    assert len(plans_of(mesh, graph, slow)) == 1
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    assert len(plans_of(mesh, graph, slow)) > 1
+
+
+def test_the_best_of_the_others_comes_first_and_what_has_no_solution_is_left_out(fake_mesh, monkeypatch) -> None:
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    seen: list[float] = []
+    solved: list[int] = []
+    real = other_plans.solve
+
+    def failing(problem: Any, limit_s: float) -> Solution:
+        solved.append(len(solved))
+        if len(solved) == 1:
+            raise InfeasiblePlanError("nothing goes together")
+        return real(problem, limit_s)
+
+    def looking(choices: Any, problem: Any, best: Any) -> list[tuple[int, ...]]:
+        found = other_plans.other_plans(choices, problem, best)
+        seen.extend(problem.time_us(taken) for taken in (best, *found))
+        return found
+
+    monkeypatch.setattr(other_plans, "solve", failing)
+    monkeypatch.setattr(automatic, "other_plans", looking)
+    mesh = fake_mesh(**MESH)
+    plans_of(mesh, captured(Blocks(3, width=64, hidden=256), torch.randn(8, 4, 64), shards=4))
+    assert len(solved) > 2
+    assert len(seen) > 1
+    assert seen == sorted(seen)
