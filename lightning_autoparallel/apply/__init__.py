@@ -12,7 +12,7 @@ from lightning_autoparallel.apply.gather import (
 )
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.materialise import materialise_module, materialise_whole
-from lightning_autoparallel.apply.other_shards import immovable, lie_anew
+from lightning_autoparallel.apply.other_shards import followers, lie_anew
 from lightning_autoparallel.apply.params import (
     ParameterLayout,
     Replacements,
@@ -31,9 +31,9 @@ __all__ = [
     "attached_kept",
     "check_initialised",
     "copies_of",
+    "followers",
     "gather_module",
     "gathered",
-    "immovable",
     "lie_anew",
     "lower_graph",
     "materialise_module",

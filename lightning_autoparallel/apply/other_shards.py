@@ -40,23 +40,29 @@ def lie_anew(
                 state.update({key: tree_map(follow, value) for key, value in state.items()})
 
 
-def immovable(module: nn.Module, optimizers: Iterable[Optimizer]) -> frozenset[str]:
-    """Parameters that must stay where this rank has them, by all of their names.
+def followers(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, tuple[str, ...] | None]:
+    """What moves with each parameter in shards, by all of their names: its gradient, and what optimizers keep of it.
 
-    Something else holds their memory, such as a ``p.data`` that was taken, or an optimizer keeps what is cut otherwise
-    than they are: neither can follow.
+    None for those that must stay where this rank has them: something else holds their memory, such as a ``p.data``
+    that was taken, or an optimizer keeps what is cut otherwise than they are. Neither can follow.
     """
-    cut_otherwise = {
-        id(trained)
-        for optimizer in optimizers
-        for trained, state in optimizer.state.items()
-        if any(_stays(trained.shape, kept) for kept in tree_leaves(dict(state)))
-    }
-    return frozenset(
-        name
+    states = {id(trained): state for each in optimizers for trained, state in each.state.items()}
+    return {
+        name: _following(parameter, states.get(id(parameter), {}))
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor) and (id(parameter) in cut_otherwise or is_held_elsewhere(parameter))
-    )
+        if isinstance(parameter, DTensor)
+    }
+
+
+def _following(parameter: DTensor, state: Mapping[str, Any]) -> tuple[str, ...] | None:
+    leaves = {key: tree_leaves(value) for key, value in state.items()}
+    if is_held_elsewhere(parameter) or any(_stays(parameter.shape, leaf) for each in leaves.values() for leaf in each):
+        return None
+    kept = [
+        f"{key} {sum(isinstance(leaf, DTensor) and leaf.shape == parameter.shape for leaf in each)}"
+        for key, each in leaves.items()
+    ]
+    return tuple(kept if parameter.grad is None else ["grad", *kept])
 
 
 def _stays(shape: torch.Size, kept: Any) -> bool:

@@ -21,8 +21,8 @@ from lightning_autoparallel.apply import (
     attached_kept,
     check_initialised,
     copies_of,
+    followers,
     gather_module,
-    immovable,
     lie_anew,
     materialise_module,
     parameter_layouts,
@@ -266,8 +266,8 @@ class StepEngine:
             if self.context.found.is_due(self.context, call):
                 with errors_of_the_step():
                     request = self.request(call, layout, leaves, rebuild, counters)
-                    stays = immovable(self.module, self.optimizers())
-                    find_plan(self.context, request, step_forecast, stays, self.layouts)
+                    moving = followers(self.module, self.optimizers())
+                    find_plan(self.context, request, step_forecast, moving, self.layouts)
                 self.context.found.remember(self.module)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters)

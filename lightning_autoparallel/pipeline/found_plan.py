@@ -7,7 +7,7 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
 from types import MappingProxyType
@@ -160,12 +160,13 @@ def find_plan(
     context: StageContext,
     request: StepRequest,
     step_forecast: StepForecast,
-    stays: Container[str] = (),
+    followers: Mapping[str, tuple[str, ...] | None] = MappingProxyType({}),
     layouts: Mapping[str, ParameterLayout] = MappingProxyType({}),
 ) -> None:
     """Find the plan for a step, where ranks have agreed that they are about to capture it; every rank calls it alike.
 
-    Parameters that on any rank are in ``stays`` are left where ``layouts`` have them.
+    ``followers`` are what moves with each parameter. It is left where ``layouts`` have it if any rank says None, or
+    says otherwise than another: only what every rank has can be moved.
 
     Of several that the solver thinks good, it is the one that is fastest after the passes. What activations take is
     known then: where that leaves less room for parameters than they have, or recomputing more would leave more, it is
@@ -193,7 +194,7 @@ def find_plan(
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
     before = found.spec, found.document, found.notes, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
-    found.pins = staying(context, stays, layouts)
+    found.pins = staying(context, followers, layouts)
     refused: list[str] = []
     for policy in policies:
         try:
@@ -209,11 +210,14 @@ def find_plan(
 
 
 def staying(
-    context: StageContext, stays: Container[str], layouts: Mapping[str, ParameterLayout]
+    context: StageContext,
+    followers: Mapping[str, tuple[str, ...] | None],
+    layouts: Mapping[str, ParameterLayout],
 ) -> tuple[PlanRule, ...]:
     """Rules that leave what cannot follow where it lies, on whichever rank it is; every rank calls it."""
-    mine = [name for name in layouts if name in stays]
-    everywhere = {name for names in context.control.gather(mine) for name in names}
+    told = context.control.gather(followers)
+    names = {name for of_rank in told for name in of_rank}
+    everywhere = {name for name in names if len(said := {of_rank.get(name) for of_rank in told}) > 1 or None in said}
     pins = []
     for name in (name for name in layouts if name in everywhere):
         layout = layouts[name]
@@ -236,7 +240,7 @@ def _told(pins: Sequence[PlanRule]) -> tuple[str, ...]:
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
         f"plan auto: {shown} stay where they were before the first step: something holds their memory (as p.data that "
-        "was taken), or an optimizer's state of another shape, which could not follow",
+        "was taken), an optimizer's state of another shape could not follow, or not all ranks have a gradient of them",
     )
 
 
@@ -246,8 +250,8 @@ def _check_staying(plan: ShardingPlan, pins: Sequence[PlanRule], layouts: Mappin
         if rule.kind == STORED and name in plan.parameters and plan.parameters[name] != layouts[name].placements:
             raise ConfigError(
                 f"plan auto would move {name} from {layouts[name].placements} to {plan.parameters[name]}, but "
-                "something holds its memory (as p.data that was taken before the first step) and could not follow: "
-                "let go of it, or name a plan"
+                "something holds its memory (as p.data that was taken before the first step) and could not follow, or "
+                "not all ranks have a gradient of it: let go of it, or name a plan"
             )
 
 

@@ -201,3 +201,28 @@ def test_parameters_whose_memory_is_held_stay_where_they_are(worlds: Worlds) -> 
     ranks = worlds(4).run(fit_and_hold, {"dp_shard": 2, "tp": 2})
     assert_equals_one_device(ranks, train(HoldsMemory, None))
     assert ranks[0].said("head.weight stay where they were") == 1
+
+
+class GradientOfOne(Found):
+    """Before the first step one rank has a gradient that no other has; the step sets it to None."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "hardware": dict(SLOW_MEMORY)}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and self.global_step == 0:
+            self.head.weight.grad = torch.zeros_like(self.head.weight)
+
+    def on_train_end(self) -> None:
+        reports = getattr(self.trainer.strategy, "reports", {})
+        warnings.warn("; ".join(note for report in reports.values() for note in report.notes), stacklevel=1)
+
+
+def fit_with_a_gradient_of_one(mesh: Mapping[str, int]) -> Any:
+    return train(GradientOfOne, mesh, math.prod(mesh.values()))
+
+
+def test_a_gradient_that_one_rank_has_hangs_nobody(worlds: Worlds) -> None:
+    ranks = worlds(4).run(fit_with_a_gradient_of_one, {"dp_shard": 2, "tp": 2})
+    assert_equals_one_device(ranks, train(GradientOfOne, None))
+    assert ranks[0].said("head.weight stay where they were") == 1
+    assert ranks[0].said("not all ranks have a gradient of them") == 1
