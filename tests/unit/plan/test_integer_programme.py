@@ -1,40 +1,43 @@
-"""The planner's problem, solved: equal to trying every combination, with values that are shared and with overlaps."""
+"""The planner's problem, solved: equal to trying every combination, shared values, overlaps and limits included."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.plan.integer_programme import GAP, solve
-from lightning_autoparallel.plan.problem import Choice, Overlap, Problem, Reader, Value
+from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
+from tests.support.cost_tables import added, best_of_all, tables
 
-CHOICES, PLACEMENTS = 9, 3
+CHOICES, PLACEMENTS = 12, 3
+ALTERNATIVES = [2] * 6 + [3] * 4 + [4] * 2
+EVERY_WAY = [(overlaps, limits) for overlaps in (0, 2) for limits in (0, 2)]
 
 
-def choice(dice: random.Random, number: int) -> Choice:
-    times = [dice.choice([0.0, 1.0, 2.5, 5.0]) for _ in range(dice.randint(1, 3))]
-    if len(times) > 1 and dice.random() < 0.1:
+def choice(dice: random.Random, number: int, count: int) -> Choice:
+    times = [dice.choice([0.0, 1.0, 2.5, 5.0]) for _ in range(count)]
+    if dice.random() < 0.1:
         times[-1] = math.inf
     return Choice(name=str(number), times_us=tuple(times))
 
 
 def value(dice: random.Random, number: int, choices: list[Choice]) -> Value:
-    """Read by one to three choices, perhaps by the one that makes it: equal blocks read themselves."""
+    """Read by one to four choices, perhaps by the one that makes it: equal blocks read themselves."""
 
     def placed(owner: int) -> tuple[int, ...]:
         return tuple(dice.randrange(PLACEMENTS) for _ in choices[owner].times_us)
 
     readers = []
-    for _ in range(dice.randint(1, 3)):
+    for _ in range(dice.randint(1, 4)):
         owner = dice.randrange(CHOICES)
         never = {(dice.randrange(PLACEMENTS), dice.randrange(PLACEMENTS))} if dice.random() < 0.15 else set()
         readers.append(Reader(choice=owner, wants=placed(owner), never=frozenset(never)))
     moves = tuple(
-        tuple(0.0 if s == t else dice.choice([1.0, 2.0, 4.0, 4.0, math.inf]) for t in range(PLACEMENTS))
+        tuple(0.0 if s == t else dice.choice([1.0, 2.0, 2.0, 4.0, 4.0, 4.0, math.inf]) for t in range(PLACEMENTS))
         for s in range(PLACEMENTS)
     )
     return Value(name=str(number), choice=number, made=placed(number), readers=tuple(readers), moves_us=moves)
@@ -48,34 +51,70 @@ def overlap(dice: random.Random, choices: list[Choice]) -> Overlap:
     return Overlap(name="part", sent_us=times(), computed_us=times())
 
 
-def problem(seed: int, overlaps: int) -> Problem:
+def limit(dice: random.Random, choices: list[Choice]) -> Limit:
+    """Whole bytes, so that what just fits does so exactly; sometimes there is no room however they lie."""
+    sizes = {
+        number: tuple(float(dice.randrange(10)) for _ in choices[number].times_us)
+        for number in dice.sample(range(CHOICES), 8)
+    }
+    return Limit(name="room", sizes_bytes=sizes, most_bytes=float(dice.randint(16, 34)))
+
+
+def problem(seed: int, overlaps: int, limits: int) -> Problem:
     dice = random.Random(seed)
-    choices = [choice(dice, number) for number in range(CHOICES)]
+    counts = dice.sample(ALTERNATIVES, CHOICES)
+    choices = [choice(dice, number, count) for number, count in enumerate(counts)]
     values = [value(dice, number, choices) for number in range(CHOICES) if dice.random() < 0.6]
     parts = [overlap(dice, choices) for _ in range(overlaps)]
-    return Problem(choices=tuple(choices), values=tuple(values), overlaps=tuple(parts))
+    rooms = [limit(dice, choices) for _ in range(limits)]
+    return Problem(choices=tuple(choices), values=tuple(values), overlaps=tuple(parts), limits=tuple(rooms))
 
 
-def by_hand(given: Problem) -> float:
-    return min(given.time_us(taken) for taken in itertools.product(*(range(len(c.times_us)) for c in given.choices)))
-
-
-@pytest.mark.parametrize("overlaps", [0, 2])
-def test_as_good_as_the_best_of_all_combinations(overlaps: int) -> None:
-    possible = 0
+@pytest.mark.parametrize(("overlaps", "limits"), EVERY_WAY)
+def test_as_good_as_the_best_of_all_combinations(overlaps: int, limits: int) -> None:
+    possible, short = 0, 0
     for seed in range(150):
-        given = problem(seed, overlaps)
-        best = by_hand(given)
+        given = problem(seed, overlaps, limits)
+        best = best_of_all(given)
         if math.isinf(best):
-            with pytest.raises(InfeasiblePlanError, match=r"no plan was found for 9 choices: HiGHS says 'Infeasible'"):
+            with pytest.raises(InfeasiblePlanError, match=r"no plan was found for 12 choices: HiGHS says 'Infeasible'"):
                 solve(given)
+            short += not math.isinf(best_of_all(replace(given, limits=())))
             continue
         possible += 1
         found = solve(given)
+        assert given.fits(found.taken)
         assert found.time_us == pytest.approx(given.time_us(found.taken))
         assert best <= found.time_us + 1e-9 <= best * (1 + GAP) + 1e-6, seed
         assert found.bound_us <= best + 1e-6, seed
-    assert 50 < possible < 150
+    assert 30 < possible < 150
+    assert (short > 5) == bool(limits), "some problems have no room, and nothing else against them"
+
+
+@pytest.mark.parametrize(("overlaps", "limits"), EVERY_WAY)
+def test_tables_hold_what_a_problem_costs(overlaps: int, limits: int) -> None:
+    """What brute force adds up is what the problem says of a combination, wherever one is taken."""
+    dice = random.Random(0)
+    for seed in range(20):
+        given = problem(seed, overlaps, limits)
+        everything = added(tables(given)).costs
+        for _ in range(50):
+            taken = tuple(dice.randrange(len(c.times_us)) for c in given.choices)
+            costs = given.time_us(taken) if given.fits(taken) else math.inf
+            assert everything[taken] == pytest.approx(costs), (seed, taken)
+
+
+def test_no_combination_has_room() -> None:
+    """By hand: two of 5 or 3 bytes each, the smaller slower; what fills the room exactly fits."""
+    one = Choice(name="c", times_us=(1.0, 3.0))
+    sizes = {0: (5.0, 3.0), 1: (5.0, 3.0)}
+    for most, taken in ((10.0, (0, 0)), (8.0, (0, 1)), (6.0, (1, 1)), (5.0, None)):
+        given = Problem(choices=(one, one), values=(), limits=(Limit(name="l", sizes_bytes=sizes, most_bytes=most),))
+        if taken is None:
+            with pytest.raises(InfeasiblePlanError, match="'Infeasible'"):
+                solve(given)
+        else:
+            assert sorted(solve(given).taken) == sorted(taken)
 
 
 def test_a_value_that_two_want_is_moved_once() -> None:
