@@ -12,6 +12,7 @@ from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
 from tests.support.cost_tables import added, best_of_all, tables
+from tests.support.variable_elimination import least_of_all
 
 CHOICES, PLACEMENTS = 12, 3
 ALTERNATIVES = [2] * 6 + [3] * 4 + [4] * 2
@@ -102,6 +103,14 @@ def test_tables_hold_what_a_problem_costs(overlaps: int, limits: int) -> None:
             taken = tuple(dice.randrange(len(c.times_us)) for c in given.choices)
             costs = given.time_us(taken) if given.fits(taken) else math.inf
             assert everything[taken] == pytest.approx(costs), (seed, taken)
+
+
+@pytest.mark.parametrize(("overlaps", "limits"), EVERY_WAY)
+def test_elimination_finds_the_least_of_all_combinations(overlaps: int, limits: int) -> None:
+    """What larger problems are compared with, where not every combination can be tried."""
+    for seed in range(40):
+        given = problem(seed, overlaps, limits)
+        assert least_of_all(given).time_us == pytest.approx(best_of_all(given)), seed
 
 
 def test_no_combination_has_room() -> None:
