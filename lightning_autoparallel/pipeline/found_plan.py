@@ -26,8 +26,9 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, StepForecast, choice_note, fastest
-from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept
+from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
 from lightning_autoparallel.pipeline.predict import cost_model, stored_bytes
+from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
 from lightning_autoparallel.plan.parameter_storage import rule_placement
 
@@ -173,7 +174,7 @@ def find_plan(
     planned again.
 
     Raises:
-        CaptureError: the step cannot be captured whole.
+        CaptureError: the step cannot be captured whole, or is another one on another rank.
         InfeasiblePlanError: there is no plan that fits the memory of a rank.
     """
     error: Exception | None = None
@@ -186,7 +187,9 @@ def find_plan(
         error = caught
     context.control.raise_together(error)
     assert captured is not None
+    check_same_graph(captured, None, context.control)
     costs = cost_model(context.config, context.mesh, context.control)
+    check_same_settings("before a plan is found", _settings(context, costs), context.control)
     given = context.config.memory_budget_gib
     found = context.found
     found.budget_bytes = given * 2**30 if given is not None else _USABLE * costs.hardware.memory_bytes
@@ -207,6 +210,17 @@ def find_plan(
                 raise
             refused.append(f"with activation_checkpointing {policy!r}: {error}")
     raise InfeasiblePlanError("; ".join(refused))
+
+
+def _settings(context: StageContext, costs: CostModel) -> dict[str, object]:
+    """What is found depends on them, and how often ranks talk meanwhile."""
+    config = context.config
+    return {
+        "hardware or ranks_per_node": costs.hardware,
+        "memory_budget_gib": config.memory_budget_gib,
+        "activation_checkpointing": policy_name(config.activation_checkpointing),
+        "plan": config.plan.as_written(),
+    }
 
 
 def staying(

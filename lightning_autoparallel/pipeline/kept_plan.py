@@ -17,6 +17,11 @@ from lightning_autoparallel.plan import is_of_graph
 VERSION = 1
 
 
+def policy_name(policy: str | CheckpointFunction) -> str:
+    """A policy of activation checkpointing as text; of a function where it is defined."""
+    return policy if isinstance(policy, str) else f"{policy.__module__}.{policy.__qualname__}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What a plan was found for, beside the graph: another answer may be better where any of it is another."""
@@ -37,13 +42,12 @@ class Question:
         policy: str | CheckpointFunction,
     ) -> Question:
         """Everything as text, which files of every kind keep as it is."""
-        named = policy if isinstance(policy, str) else f"{policy.__module__}.{policy.__qualname__}"
         return cls(
             asked=json.dumps(asked.as_written(), sort_keys=True),
             mesh=json.dumps(mesh.sizes),
             hardware=json.dumps(costs.hardware.as_json(), sort_keys=True, default=str),
             budget_bytes=budget_bytes,
-            policy=named,
+            policy=policy_name(policy),
         )
 
 

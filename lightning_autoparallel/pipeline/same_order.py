@@ -6,13 +6,38 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from lightning_autoparallel.contracts import PartitionedGraph
-from lightning_autoparallel.errors import PassError
+from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, ShardingPlan
+from lightning_autoparallel.errors import CaptureError, PassError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.pipeline.agreement import ControlGroup
-from lightning_autoparallel.plan import first_difference
+from lightning_autoparallel.plan import fingerprint_lines, first_difference
 
 _SETTING = "the setting "
+
+
+def check_same_graph(captured: CapturedGraph, plan: ShardingPlan | None, control: ControlGroup) -> None:
+    """Compare what all ranks have captured, and how it is placed where that is known.
+
+    Raises:
+        CaptureError: some rank's graph is not that of rank 0; all ranks raise it.
+    """
+    difference = difference_between_ranks(fingerprint_lines(captured, plan), control)
+    if difference is None:
+        return
+    rank, node = difference
+    raise CaptureError(
+        f"rank {rank}'s graph differs at node {node} from rank 0's: every rank must run the same step; look for "
+        "branches on the rank, on the data, or on random numbers of Python"
+    )
+
+
+def check_same_settings(when: str, settings: Mapping[str, object], control: ControlGroup) -> None:
+    """Compare settings by name; ``when`` is what errors begin with.
+
+    Raises:
+        PassError: some rank's settings are not those of rank 0; all ranks raise it.
+    """
+    _check(when, [f"{_SETTING}{name}\t{name} {value!r}" for name, value in settings.items()], control)
 
 
 def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> None:
@@ -47,7 +72,7 @@ def _check(when: str, lines: list[str], control: ControlGroup) -> None:
 def _cause(node: str) -> str:
     same = (
         "give all ranks the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb, "
-        "decompose_matmuls, activation_checkpointing) and the same torch"
+        "decompose_matmuls, activation_checkpointing, memory_budget_gib) and the same torch"
     )
     if node.startswith(_SETTING):
         return same

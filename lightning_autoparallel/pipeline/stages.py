@@ -29,7 +29,7 @@ from lightning_autoparallel.contracts import (
 )
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import surroundings_of
-from lightning_autoparallel.errors import CaptureError, InfeasiblePlanError
+from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import (
@@ -46,11 +46,10 @@ from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, with_predictions
-from lightning_autoparallel.pipeline.same_order import check_same_order, check_same_start, difference_between_ranks
+from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order, check_same_start
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     explain_rules,
-    fingerprint_lines,
     make_plan,
     plan_document,
     read_plan,
@@ -321,7 +320,7 @@ def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> t
         error = caught
     context.control.raise_together(error)
     assert captured is not None and plan is not None
-    _check_same_everywhere(fingerprint_lines(captured, plan), context.control)
+    check_same_graph(captured, plan, context.control)
     return captured, plan
 
 
@@ -345,17 +344,6 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
             f"cannot with those that were cut for the training step ({error})"
         )
         return make_plan(captured, spec, context.mesh, context.warn, computes_whole=True)
-
-
-def _check_same_everywhere(lines: list[str], control: ControlGroup) -> None:
-    difference = difference_between_ranks(lines, control)
-    if difference is None:
-        return
-    rank, node = difference
-    raise CaptureError(
-        f"rank {rank}'s graph differs at node {node} from rank 0's: every rank must run the same step; look for "
-        "branches on the rank, on the data, or on random numbers of Python"
-    )
 
 
 def _dump(

@@ -9,7 +9,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.values import digest
 
 
-def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan) -> list[str]:
+def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan | None = None) -> list[str]:
     """One line per node: its place in the user's code, then what is compared (operator, arguments, shape, placement).
 
     The two parts are separated by a tab; the first is for error messages only. Tensors that the program of the whole
@@ -20,7 +20,7 @@ def fingerprint_lines(captured: CapturedGraph, plan: ShardingPlan) -> list[str]:
         if node.op == "output":
             lines.append(f"output\t{node.args}")
             continue
-        lines.append(f"{fxn.describe(node)}\t{call_text(node)} {plan.nodes[node.name]}")
+        lines.append(f"{fxn.describe(node)}\t{call_text(node)} {plan.nodes[node.name] if plan else ''}")
     return lines
 
 

@@ -141,8 +141,13 @@ class FreezesOnOneRank(Net):
         self.net[0].weight.requires_grad_(self.my_rank == 0)
 
 
-def test_ranks_that_compute_different_things(worlds: Worlds) -> None:
-    for text, seconds in worlds(2).run(failure, DependsOnRank, timeout_s=SECONDS):
+class FoundDependsOnRank(DependsOnRank):
+    strategy: ClassVar = {**Net.strategy, "plan": "auto"}
+
+
+@pytest.mark.parametrize("kind", [DependsOnRank, FoundDependsOnRank])
+def test_ranks_that_compute_different_things(kind, worlds: Worlds) -> None:
+    for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
         assert text.startswith("CaptureError: rank 1's graph differs at node mul")
         assert f"({line_of(DependsOnRank, 'here')}) from rank 0's: every rank must run the same step" in text
         assert seconds < SECONDS
