@@ -178,7 +178,8 @@ def find_plan(
     error: Exception | None = None
     captured: CapturedGraph | None = None
     try:
-        captured = capture_step(request)
+        with context.progress.stage(f"capture {request.name}, to find its plan"):
+            captured = capture_step(request)
         if context.config.explain is not None:
             matching(captured, context.config.explain)
     except Exception as caught:  # raised again below, once every rank knows
@@ -195,16 +196,17 @@ def find_plan(
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, stays, layouts)
     refused: list[str] = []
-    for policy in policies:
-        try:
-            _find_within(captured, context, costs, policy, budget, step_peak_bytes, layouts)
-            return
-        except Exception as error:
-            # Parameters lie as they did.
-            found.spec, found.document, found.notes, found.policy = before
-            if not isinstance(error, InfeasiblePlanError):
-                raise
-            refused.append(f"with activation_checkpointing {policy!r}: {error}")
+    with context.progress.stage(f"find a plan for {request.name}"):
+        for policy in policies:
+            try:
+                _find_within(captured, context, costs, policy, budget, step_peak_bytes, layouts)
+                return
+            except Exception as error:
+                # Parameters lie as they did.
+                found.spec, found.document, found.notes, found.policy = before
+                if not isinstance(error, InfeasiblePlanError):
+                    raise
+                refused.append(f"with activation_checkpointing {policy!r}: {error}")
     raise InfeasiblePlanError("; ".join(refused))
 
 
@@ -270,6 +272,7 @@ def _find_within(
     found.question = Question.of(found.asked(context.config.plan), context.mesh, costs, found.budget_bytes, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     while True:
+        context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for parameters")
         found.spec, found.document, found.notes = _found(captured, context, costs, room_bytes, held)
         held = None
         plan = found.plan_of(captured, context.config.plan, context.mesh)
