@@ -56,7 +56,12 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.enums import GradClipAlgorithmType
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from lightning.pytorch.utilities.rank_zero import (
+        rank_zero_debug,
+        rank_zero_info,
+        rank_zero_only,
+        rank_zero_warn,
+    )
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 else:
@@ -93,7 +98,12 @@ else:
     from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.enums import GradClipAlgorithmType
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from pytorch_lightning.utilities.rank_zero import (
+        rank_zero_debug,
+        rank_zero_info,
+        rank_zero_only,
+        rank_zero_warn,
+    )
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 
@@ -247,6 +257,7 @@ __all__ = [
     "is_param_in_hook_signature",
     "is_saved_by_trainer",
     "mixed_flavours",
+    "rank_zero_debug",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",

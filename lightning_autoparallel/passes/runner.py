@@ -41,19 +41,22 @@ def run_passes(
     axes_by_group: Mapping[str, str],
     artifacts: ArtifactWriter,
     disabled: Sequence[str] = (),
+    begins: Callable[[str], None] = lambda name: None,
 ) -> tuple[PassReport, ...]:
     """Run ``passes`` in order on ``graph_module``, in place, but those named in ``disabled``.
+
+    ``begins`` is told the name of each before it runs.
 
     Raises:
         PassError: a pass left a graph that does not lint.
     """
-    reports = tuple(
-        _run_one(graph_module, graph_name, graph_pass, axes_by_group, artifacts)
-        for graph_pass in passes
-        if graph_pass.name not in disabled
-    )
+    reports = []
+    for graph_pass in passes:
+        if graph_pass.name not in disabled:
+            begins(graph_pass.name)
+            reports.append(_run_one(graph_module, graph_name, graph_pass, axes_by_group, artifacts))
     graph_module.recompile()  # passes and dumps read the graph only
-    return reports
+    return tuple(reports)
 
 
 def _run_one(

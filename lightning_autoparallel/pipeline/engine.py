@@ -153,7 +153,8 @@ class StepEngine:
         self.forget_captures()
         if any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
             self.layouts = self._planned_layouts()
-            lie_anew([self.module, *self._copies], self.layouts, self.optimizers())
+            with self.context.progress.stage("move parameters to where the plan has them"):
+                lie_anew([self.module, *self._copies], self.layouts, self.optimizers())
             self.deferred.place(self.layouts)
         self.placed()
 

@@ -180,7 +180,8 @@ def find_plan(
     error: Exception | None = None
     captured: CapturedGraph | None = None
     try:
-        captured = capture_step(request)
+        with context.progress.stage(f"capture {request.name}, to find its plan"):
+            captured = capture_step(request)
         if context.config.explain is not None:
             matching(captured, context.config.explain)
     except Exception as caught:  # raised again below, once every rank knows
@@ -199,16 +200,17 @@ def find_plan(
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, followers, layouts)
     refused: list[str] = []
-    for policy in policies:
-        try:
-            _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
-            return
-        except Exception as error:
-            # Parameters lie as they did.
-            found.spec, found.document, found.notes, found.policy = before
-            if not isinstance(error, InfeasiblePlanError):
-                raise
-            refused.append(f"with activation_checkpointing {policy!r}: {error}")
+    with context.progress.stage(f"find a plan for {request.name}"):
+        for policy in policies:
+            try:
+                _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
+                return
+            except Exception as error:
+                # Parameters lie as they did.
+                found.spec, found.document, found.notes, found.policy = before
+                if not isinstance(error, InfeasiblePlanError):
+                    raise
+                refused.append(f"with activation_checkpointing {policy!r}: {error}")
     raise InfeasiblePlanError("; ".join(refused))
 
 
@@ -289,6 +291,7 @@ def _find_within(
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     reserved = 1 + (costs.hardware.reserved_share or 0.0)
     while True:
+        context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for parameters")
         answers = _found(captured, context, costs, room_bytes, held)
         held = None
         plans = [_take(found, answer, captured, context, layouts) for answer in answers]
@@ -296,7 +299,8 @@ def _find_within(
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return
         contenders = []
-        for one, plan in zip(answers, plans, strict=True):
+        for number, (one, plan) in enumerate(zip(answers, plans, strict=True), start=1):
+            context.progress.advance(f"plan {number} of {len(plans)} through the passes")
             forecast, kept = step_forecast(captured, plan, context, costs), kept_bytes(captured, plan)
             needed = (kept + forecast.peak_bytes) * reserved
             contenders.append(Contender(answer=one, forecast=forecast, kept_bytes=kept, needed_bytes=needed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +45,7 @@ from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, with_predictions
+from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order, check_same_start
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
@@ -57,8 +57,6 @@ from lightning_autoparallel.plan import (
 )
 from lightning_autoparallel.torch_compat.collectives import group_place
 
-Progress = Callable[[str, str, float], None]  # (graph, stage, seconds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
@@ -68,7 +66,7 @@ class StageContext:
     config: EngineConfig
     control: ControlGroup
     warn: Callable[[str], None]
-    progress: Progress = field(default=lambda graph, stage, seconds: None)
+    progress: StageProgress = field(default_factory=StageProgress)
     told: set[str] = field(default_factory=set)
     found: FoundPlan = field(default_factory=FoundPlan)
 
@@ -176,7 +174,7 @@ def step_forecast(captured: CapturedGraph, plan: ShardingPlan, context: StageCon
     Raises:
         AutoParallelError: some rank cannot rewrite it.
     """
-    silent = replace(context, warn=lambda message: None, told=set())
+    silent = replace(context, warn=lambda message: None, told=set(), progress=StageProgress())
     error: Exception | None = None
     sharded: ShardedGraph | None = None
     try:
@@ -244,7 +242,9 @@ def _rewritten(
     )
     for half, graph_module in partitioned.graphs().items():
         name = f"{sharded.name}.{half}"
-        reports += run_passes(graph_module, name, passes, groups, artifacts, disabled=config.disabled_passes)
+        reports += run_passes(
+            graph_module, name, passes, groups, artifacts, config.disabled_passes, context.progress.advance
+        )
     return partitioned, reports
 
 
@@ -258,7 +258,8 @@ def _partitioned(
         joint_passes(sharded.inputs, sharded.outputs),
         groups,
         artifacts,
-        disabled=config.disabled_passes,
+        config.disabled_passes,
+        context.progress.advance,
     )
     return partition_graph(sharded, config.reshard_after_forward, policy, context.warn_once), reports
 
@@ -295,13 +296,12 @@ def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:
 Clock = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
-def _clock(graph: str, timings: dict[str, float], progress: Progress) -> Clock:
+def _clock(graph: str, timings: dict[str, float], progress: StageProgress) -> Clock:
     @contextlib.contextmanager
     def clock(stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        timings[stage] = time.perf_counter() - start
-        progress(graph, stage, timings[stage])
+        with progress.stage(f"{stage} {graph}") as running:
+            yield
+        timings[stage] = running.seconds
 
     return clock
 

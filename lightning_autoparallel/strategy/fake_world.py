@@ -14,10 +14,11 @@ from lightning_autoparallel.config import AUTO, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
-from lightning_autoparallel.lightning_compat import Trainer
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
+from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
 from lightning_autoparallel.strategy.mesh_search import meshes
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
@@ -63,6 +64,7 @@ class PlanningStrategy(AutoParallelStrategy):
         self.spec = _fitted(self.spec, world_size)
         self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
         self.global_batch_size = _checked_rows(global_batch_size, searches)
+        self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any
         self._world_size = world_size
         self._inference = inference
         self._probe: OptimizerProbe | None = None
@@ -114,6 +116,9 @@ class PlanningStrategy(AutoParallelStrategy):
         """Always on meta."""
         with on_meta("configure_model"), super().tensor_init_context(empty_init=True):
             yield
+
+    def _progress_of(self, module: LightningModule) -> StageProgress:
+        return self.progress
 
     def _place_parameters(self, engine: StepEngine) -> None:
         """Leave the parameters as they are: their shapes are all that is needed."""

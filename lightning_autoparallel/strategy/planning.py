@@ -21,6 +21,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.mesh_search import search
+from lightning_autoparallel.strategy.shown_stages import planning_progress
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.
 _REPLACED: Mapping[str, Any] = {
@@ -51,8 +52,10 @@ def planning_trainer(
 ) -> Trainer:
     """A Trainer that plans: ``options`` of the training's Trainer hold as far as they change its steps.
 
-    Loggers, callbacks, profilers, plugins and devices do not; precision, limits and accumulation do.
+    Loggers, callbacks, profilers, plugins and devices do not; precision, limits and accumulation do. Without a progress
+    bar stages that take long are not shown either.
     """
+    strategy.progress = planning_progress(options)
     return trainer_class(**{**options, **_REPLACED, "strategy": strategy})
 
 
@@ -70,11 +73,14 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
     if not strategy.candidates:
         return _plan_once(trainer, strategy, module, datamodule)
 
-    def plan_on(mesh: MeshSpec) -> PlanReport:
-        strategy.plan_for(mesh)
-        return _plan_once(trainer, strategy, module, datamodule)
+    with strategy.progress.stage("search for a mesh", len(strategy.candidates)) as running:
 
-    return search(strategy.candidates, plan_on, strategy.global_batch_size, strategy.config.memory_budget_gib)
+        def plan_on(mesh: MeshSpec) -> PlanReport:
+            running.advance(str(mesh))
+            strategy.plan_for(mesh)
+            return _plan_once(trainer, strategy, module, datamodule)
+
+        return search(strategy.candidates, plan_on, strategy.global_batch_size, strategy.config.memory_budget_gib)
 
 
 def _plan_once(

@@ -34,6 +34,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
+from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.planner import plan_axes
@@ -48,6 +49,7 @@ from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memo
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.pruning import pruned_whole
 from lightning_autoparallel.strategy.saving import SavingStrategy
+from lightning_autoparallel.strategy.shown_stages import training_progress
 from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.whole import made_whole
@@ -264,7 +266,7 @@ class AutoParallelStrategy(SavingStrategy):
         precision.convert_module(module)
         nodes = replace(self.config, ranks_per_node=self.config.ranks_per_node or self.num_processes)
         context = StageContext(
-            mesh=self.mesh, config=nodes, control=self._control, warn=rank_zero_warn, progress=_show_progress
+            mesh=self.mesh, config=nodes, control=self._control, warn=rank_zero_warn, progress=self._progress_of(module)
         )
         seed = self._control.gather(torch.initial_seed())[0]
         self._engine = StepEngine(
@@ -274,10 +276,14 @@ class AutoParallelStrategy(SavingStrategy):
         self._place_parameters(self._engine)
         return self._engine
 
+    def _progress_of(self, module: LightningModule) -> StageProgress:
+        return training_progress(lambda: module.trainer)
+
     def _place_parameters(self, engine: StepEngine) -> None:
         """A step of its own, because planning for a fake world leaves it out."""
         assert self._control is not None
-        shard_and_load(engine, self.weights_to_come, self._control)
+        with engine.context.progress.stage("place parameters"):
+            shard_and_load(engine, self.weights_to_come, self._control)
         self._is_sharded = True
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -464,10 +470,6 @@ class AutoParallelStrategy(SavingStrategy):
                 yield
         finally:
             self._is_sharded = True
-
-
-def _show_progress(graph: str, stage: str, seconds: float) -> None:
-    rank_zero_info(f"autoparallel: {stage} {graph}: {seconds:.2f} s")
 
 
 def _summary(report: PlanReport) -> str:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
 
 from lightning_autoparallel.cli.calibrate.collective_times import collective_samples, launch_time_us, overlap_times
 from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
@@ -18,6 +16,7 @@ from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import group_shape
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
+from lightning_autoparallel.pipeline.progress import StageProgress, terminal_display
 
 _OVERLAP_BYTES = {"cpu": 2**22, "cuda": 2**27}
 
@@ -34,13 +33,13 @@ def measure(
     stopwatch = Stopwatch(device=device, spent_s=spent_s)
     mesh = build_mesh(spec, device_type)
     axes = list(_axes(mesh))
-    console = Console(stderr=True, quiet=dist.get_rank() != 0)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("kernels", total=len(axes) + 1)
+    progress = StageProgress(is_on=lambda: dist.get_rank() == 0, display=terminal_display)
+    with progress.stage("calibrate", total=len(axes) + 1) as running:
+        running.advance("kernels")
         kernels: list[KernelSample] = list(kernel_samples(stopwatch, dtypes))
         collectives: list[CollectiveSample] = []
         for axis in axes:
-            progress.update(task, advance=1, description=f"collectives over {axis.name}")
+            running.advance(f"collectives over {axis.name}")
             group = group_shape(mesh.sizes, axis.mesh_axes, ranks_per_node)
             collectives += collective_samples(stopwatch, axis, group)
         if not axes:
