@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.models.llama3 import Llama3
 from lightning_autoparallel.models.llama3_config import Llama3Config
 from lightning_autoparallel.plan import automatic, make_plan
@@ -79,3 +81,23 @@ def test_deeper_networks_are_the_same_problem(fake_mesh, monkeypatch) -> None:
         assert len(unrolled.choices) > 1.3 * len(tied.choices)
         assert each_us == pytest.approx(time_us, rel=1e-9)
     assert all(more <= 1.02 * fewer for fewer, more in zip(sizes[5], sizes[9], strict=True)), sizes
+
+
+def on_tp(graph: CapturedGraph, plan: ShardingPlan, shape: tuple[int, ...]) -> set[str]:
+    """How sums of this shape are placed there: of the stream between blocks, and of its gradients."""
+    sums = graph.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    placed = [plan.nodes[node.name].outputs[0] for node in sums if tuple(node.meta["val"].shape) == shape]
+    assert placed
+    return {placement_text(placements[1]) for placements in placed if placements is not None}
+
+
+def test_of_long_sequences_and_few_rows_the_tokens_are_shared_out(fake_mesh) -> None:
+    """One row of each data-parallel rank leaves tp the sequence; weights are small beside it, and stay whole."""
+    mesh = fake_mesh(**MESH)
+    graph = captured(Training(2), torch.zeros(1, 2048, dtype=torch.int64), shards=2)
+    plan = make_plan(graph, {"base": "auto"}, mesh, print, costs=costs_of(mesh, SLOW_MEMORY))
+    assert on_tp(graph, plan, (2, 2048, 32)) == {"S(1)"}
+    assert plan.found is not None
+    rules = {rule.key: dict(rule.placements) for rule in plan.found.rules}
+    assert rules["*"] == {"tp": "R"}
+    assert not [key for key in rules if key != "*" and not key.startswith("stored:")]
