@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_autoparallel.pipeline.progress import StageProgress, terminal_display, ticking
 
+WIPED, CURSOR = "\x1b[2K", "\x1b[?25h"
+
 
 class Terminal(io.StringIO):
     """A stream that says it is a terminal; ``take`` gives what was written to it since."""
@@ -90,7 +92,8 @@ def test_what_takes_longer_is_shown_with_its_seconds_and_told_at_its_end():
     assert stage.seconds == 65 and watched.ticking == 0
     assert watched.told == ["autoparallel: capture training_step: 65.00 s"] and watched.noted == []
     before, line, after = watched.screen.take().partition(watched.told[0])
-    assert "\x1b[2K" in before and line and after == "\n"  # the row is wiped away before the line is written
+    # the row is wiped away, and the cursor shown again, before the line is written
+    assert WIPED in before and before.index(CURSOR) > before.index(WIPED) and line and after == "\n"
     assert watched.after(1) == ""
 
 
@@ -162,7 +165,8 @@ def test_a_stage_that_raises_is_wiped_away_without_a_word(depth: int):
         assert f"stage {depth - 1}" in watched.after(2)
         raise ValueError("no")
     assert watched.told == watched.noted == [] and watched.ticking == 0
-    assert "\x1b[2K" in watched.screen.take() and watched.after(1) == ""
+    left = watched.screen.take()
+    assert WIPED in left and CURSOR in left and watched.after(1) == ""
     with watched.progress.stage("the next"):
         assert "the next" in watched.after(2)
 
