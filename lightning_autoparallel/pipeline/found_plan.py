@@ -298,19 +298,16 @@ def _find_within(
         found.predicted_bytes = kept_bytes(captured, plans[0]) + _most_bytes(captured)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return
-        contenders = []
-        for number, (one, plan) in enumerate(zip(answers, plans, strict=True), start=1):
-            context.progress.advance(f"plan {number} of {len(plans)} through the passes")
-            forecast, kept = step_forecast(captured, plan, context, costs), kept_bytes(captured, plan)
-            needed = (kept + forecast.peak_bytes) * reserved
-            contenders.append(Contender(answer=one, forecast=forecast, kept_bytes=kept, needed_bytes=needed))
+        contenders, left_out = _through_passes(
+            captured, context, costs, step_forecast, list(zip(answers, plans, strict=True))
+        )
         taken = fastest(contenders, budget_bytes)
         if taken is not None:
             _take(found, taken.answer, captured, context, layouts)
             found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
-            found.notes = (*found.notes, *choice_note(contenders, taken), note)
+            found.notes = (*found.notes, *choice_note(contenders, taken), *left_out, note)
             return
         leanest = min(contenders, key=lambda each: each.needed_bytes)
         kept, peak, needed = leanest.kept_bytes, leanest.forecast.peak_bytes, leanest.needed_bytes
@@ -321,6 +318,32 @@ def _find_within(
                 "(accumulate_grad_batches), or have more recomputed"
             )
         room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * _A_LITTLE_MORE
+
+
+def _through_passes(
+    captured: CapturedGraph,
+    context: StageContext,
+    costs: CostModel,
+    step_forecast: StepForecast,
+    candidates: Sequence[tuple[Answer, ShardingPlan]],
+) -> tuple[list[Contender], list[str]]:
+    """What passes make of each plan, and notes on those that they fail on; an error of the first is raised."""
+    reserved = 1 + (costs.hardware.reserved_share or 0.0)
+    contenders: list[Contender] = []
+    left_out: list[str] = []
+    for number, (one, plan) in enumerate(candidates, start=1):
+        context.progress.advance(f"plan {number} of {len(candidates)} through the passes")
+        try:
+            forecast = step_forecast(captured, plan, context, costs)
+        except Exception as error:  # on all ranks alike; there is a better plan, which is known to go through
+            if not contenders:
+                raise
+            left_out.append(f"plan auto: another plan was left out: {type(error).__name__}: {error}")
+            continue
+        kept = kept_bytes(captured, plan)
+        needed = (kept + forecast.peak_bytes) * reserved
+        contenders.append(Contender(answer=one, forecast=forecast, kept_bytes=kept, needed_bytes=needed))
+    return contenders, left_out
 
 
 def _take(

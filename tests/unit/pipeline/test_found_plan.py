@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 from lightning_autoparallel.contracts import PlanReport
-from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError
+from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
+from lightning_autoparallel.pipeline import engine
+from lightning_autoparallel.pipeline.fastest_plan import Forecast
+from lightning_autoparallel.pipeline.stages import step_forecast
+from lightning_autoparallel.plan import other_plans
 from lightning_autoparallel.strategy.planning import plan
 
 GIB = 2**30
@@ -70,3 +74,26 @@ def test_a_budget_is_a_number_and_auto_goes_with_auto() -> None:
         found(-1)
     with pytest.raises(ConfigError, match="activation_checkpointing 'auto' goes with plan 'auto'"):
         found(80.0, plan="fsdp", activation_checkpointing="auto")
+
+
+def test_another_plan_that_passes_fail_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails on the best is an error as before."""
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    tried: list[int] = []
+    failing = {2}
+
+    def forecast(*arguments: Any) -> Forecast:
+        tried.append(len(tried) + 1)
+        if tried[-1] in failing:
+            raise PassError("no such bucket")
+        return step_forecast(*arguments)
+
+    monkeypatch.setattr(engine, "step_forecast", forecast)
+    notes = found(80.0, rows=64).notes
+    assert len(tried) > 2
+    assert "plan auto: another plan was left out: PassError: no such bucket" in notes
+    assert any(f"{len(tried) - 1} plans were taken through the passes" in note for note in notes)
+    tried.clear()
+    failing.add(1)
+    with pytest.raises(PassError, match="no such bucket"):
+        found(80.0, rows=64)
