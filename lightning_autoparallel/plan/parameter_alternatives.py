@@ -180,17 +180,17 @@ class _Ways:
             computed=computed,
             stored=stored,
             end=end,
-            update_us=self._update_us(kept_bytes, size_bytes / own, stored, end) if is_trained else 0.0,
+            update_us=self._update_us(kept_bytes, stored, end) if is_trained else 0.0,
             gathered_us=gathered_us,
             reduced_us=gathered_us + reduced_us,
             size_bytes=kept_bytes * (_COPIES if is_trained else 1),
         )
 
-    def _update_us(self, kept_bytes: float, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
+    def _update_us(self, kept_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
+        """Taking a part of a gradient is a kernel more, whose bytes the next reader is spared."""
         hardware = self._costs.hardware
         has_more = self._axis.name in stored and not self._axis.shards_batch and end.is_replicate()
-        taking_us = hardware.copy_time_us(size_bytes / self._axis.size) if has_more else 0.0
-        return update_time_us(kept_bytes, hardware) + taking_us
+        return update_time_us(kept_bytes, hardware) + (hardware.kernel_latency_us if has_more else 0.0)
 
     def _reduced_us(self, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
         """A gradient is scattered over axes that cut the parameter, then what is left is added up over the others."""
