@@ -16,14 +16,21 @@ from lightning_autoparallel.cost.links import COLLECTIVES
 from lightning_autoparallel.torch_compat import collectives as c
 from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
 
-_CPU_SIZES, _GPU_SIZES = range(12, 25, 2), range(14, 29, 2)  # powers of two, in bytes
+_CPU_SIZES, _GPU_SIZES = range(12, 25, 3), range(14, 30, 3)  # powers of two, in bytes
 _LAUNCHES = 50
 _OVERLAPS = 5
 _SUM = "sum"
+_BETWEEN_US = 1000.0  # of computing before a collective
+_SHORTEST_US = 1.0
 
 
 def collective_samples(stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape) -> Iterator[CollectiveSample]:
-    """One sample after the other; all ranks of ``axis`` must take them together."""
+    """One sample after the other; all ranks of ``axis`` must take them together.
+
+    Each is what it adds to some computing before it: a rank that is late, or a thread that is woken up late, is waited
+    for in a step too.
+    """
+    compute = _computing(stopwatch, _BETWEEN_US)
     for kind in COLLECTIVES:
         for power in _CPU_SIZES if stopwatch.device.type == "cpu" else _GPU_SIZES:
             run, size_bytes = _collective(kind, 2**power, axis, stopwatch.device)
@@ -32,7 +39,7 @@ def collective_samples(stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape) 
                 axes=axis.name,
                 group=group,
                 size_bytes=size_bytes,
-                time_us=stopwatch.time_us(lambda run=run: c.WAIT(run())),  # type: ignore[misc]
+                time_us=max(_SHORTEST_US, stopwatch.added_us(lambda run=run: c.WAIT(run()), compute)),  # type: ignore[misc]
             )
 
 
@@ -67,21 +74,29 @@ def launch_time_us(axis: PlanAxis, device: torch.device) -> float:
 def overlap_times(stopwatch: Stopwatch, axis: PlanAxis, size_bytes: int) -> Sequence[tuple[float, float, float]]:
     """Microseconds of an all-reduce alone, of computing that takes longer alone, and of both at once."""
     start, _ = _collective("all_reduce", size_bytes, axis, stopwatch.device)
-    alone_us = stopwatch.time_us(lambda: c.WAIT(start()))
-    left = torch.randn(256, 256, device=stopwatch.device)
-    product_us = stopwatch.time_us(lambda: left @ left)
-    count = max(1, round(2 * alone_us / product_us))
-
-    def compute() -> None:
-        for _ in range(count):
-            left @ left
+    alone_us = max(_SHORTEST_US, stopwatch.added_us(lambda: c.WAIT(start()), _computing(stopwatch, _BETWEEN_US)))
+    compute = _computing(stopwatch, 2 * alone_us)
 
     def both() -> None:
         result = start()
         compute()
         c.WAIT(result)
 
+    def nothing() -> None:
+        """What is added to it is all of it."""
+
     return [
-        (stopwatch.time_us(lambda: c.WAIT(start())), stopwatch.time_us(compute), stopwatch.time_us(both))
-        for _ in range(_OVERLAPS)
+        (alone_us, stopwatch.added_us(compute, nothing), stopwatch.added_us(both, nothing)) for _ in range(_OVERLAPS)
     ]
+
+
+def _computing(stopwatch: Stopwatch, time_us: float) -> Callable[[], None]:
+    """Matrix products that take about so long."""
+    left = torch.randn(256, 256, device=stopwatch.device)
+    count = max(1, round(time_us / stopwatch.time_us(lambda: left @ left)))
+
+    def compute() -> None:
+        for _ in range(count):
+            left @ left
+
+    return compute

@@ -11,6 +11,8 @@ from lightning_autoparallel.cost.collective import hops, moved_share
 Row = tuple[float, float, float]  # (x, y, t) of t = a * x + b * y
 
 _TINY = 1e-9
+_REWEIGHTED = 5
+_LEAST_WEIGHED = 0.1  # of what was measured: what a row is fitted to may be next to nothing
 _DISTURBED = 1.5  # times as long as others say
 _AGREEING = 0.25  # of the squares that were left with it
 _OF_LATENCY = 3.0  # a kernel that takes so many times the shortest one tells of a rate
@@ -65,19 +67,31 @@ def _moved(sample: CollectiveSample) -> float:
 
 
 def least_relative_squares(rows: Sequence[Row]) -> tuple[float, float]:
-    """The ``(a, b)``, 0 or more, with the least sum of ``((a * x + b * y - t) / t) ** 2`` over rows ``(x, y, t)``."""
-    scaled = [(x / t, y / t) for x, y, t in rows]
-    xx, yy = sum(x * x for x, _ in scaled), sum(y * y for _, y in scaled)
-    xy = sum(x * y for x, y in scaled)
-    sum_x, sum_y = sum(x for x, _ in scaled), sum(y for _, y in scaled)
+    """The ``(a, b)``, 0 or more, that are least wrong for rows ``(x, y, t)`` of ``t = a * x + b * y``, relatively.
+
+    Errors are taken relative to what is fitted, by reweighting: relative to what was measured, rows that came out
+    short by chance would count more than those that came out long.
+    """
+    a, b = _least_squares(rows, [t for *_, t in rows])
+    for _ in range(_REWEIGHTED):
+        a, b = _least_squares(rows, [max(a * x + b * y, _LEAST_WEIGHED * t) for x, y, t in rows])
+    return a, b
+
+
+def _least_squares(rows: Sequence[Row], units: Sequence[float]) -> tuple[float, float]:
+    """The ``(a, b)``, 0 or more, with the least sum of ``((a * x + b * y - t) / unit) ** 2``."""
+    scaled = [(x / unit, y / unit, t / unit) for (x, y, t), unit in zip(rows, units, strict=True)]
+    xx, yy = sum(x * x for x, *_ in scaled), sum(y * y for _, y, _ in scaled)
+    xy = sum(x * y for x, y, _ in scaled)
+    xt, yt = sum(x * t for x, _, t in scaled), sum(y * t for _, y, t in scaled)
     determinant = xx * yy - xy * xy
     if determinant > _TINY * xx * yy:
-        a, b = (sum_x * yy - sum_y * xy) / determinant, (sum_y * xx - sum_x * xy) / determinant
+        a, b = (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
         if a >= 0 and b >= 0:
             return a, b
-    alone_x, alone_y = (sum_x / xx if xx else 0.0), (sum_y / yy if yy else 0.0)
-    by_x = sum((alone_x * x - 1) ** 2 for x, _ in scaled)
-    by_y = sum((alone_y * y - 1) ** 2 for _, y in scaled)
+    alone_x, alone_y = (xt / xx if xx else 0.0), (yt / yy if yy else 0.0)
+    by_x = sum((alone_x * x - t) ** 2 for x, _, t in scaled)
+    by_y = sum((alone_y * y - t) ** 2 for _, y, t in scaled)
     return (alone_x, 0.0) if by_x <= by_y else (0.0, alone_y)
 
 

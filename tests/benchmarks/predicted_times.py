@@ -1,0 +1,129 @@
+"""Steps as they are predicted with rates that `calibrate` has measured here, beside a clock's.
+
+    python -m tests.benchmarks.predicted_times [--ranks 2] [--mbit 400] [--workloads NAME ...] [--plans NAME ...]
+
+First `calibrate` runs on the same ranks and link, then every workload under every plan, compiled, each in fresh
+processes. With `--mbit` half of the ranks run on each of two network namespaces (`slow_link.py`). A ratio is
+measured / predicted; it prints and asserts nothing. The status is 77 where no such link can be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_autoparallel.cli.bench.bench_options import cores
+from lightning_autoparallel.cli.bench.measurements import OURS, Contender, Job, Measurement
+from lightning_autoparallel.cli.bench.processes import Host, MeasurementError, ended_by_signals, measure, run_ranks
+from lightning_autoparallel.cli.bench.table import first_line
+from tests.benchmarks import workloads
+from tests.benchmarks.namespaces import NotAllowedError, slow_link
+from tests.benchmarks.slow_link import SKIPPED
+from tests.benchmarks.step_time import show
+
+HEADER = ("workload", "plan", "measured ms", "predicted ms", "ratio")
+_LIMIT_S = 900.0
+
+
+def calibrated(arguments: argparse.Namespace, folder: Path, hosts: Sequence[Host]) -> str:
+    """The file of rates of these ranks.
+
+    Raises:
+        MeasurementError: a rank failed.
+    """
+    path = folder / "rates.yaml"
+    command = [sys.executable, "-m", "lightning_autoparallel.cli.main", "calibrate", "--output", str(path)]
+    codes = run_ranks(
+        [*command, "--device", "cpu", "--threads", str(threads(arguments))],
+        folder, arguments.ranks, threads(arguments), _LIMIT_S, hosts,
+    )  # fmt: skip
+    if not path.is_file() or any(codes):
+        raise MeasurementError((folder / "rank0.log").read_text()[-2000:])
+    return str(path)
+
+
+def measured(arguments: argparse.Namespace, name: str, plan: str, rates: str, hosts: Sequence[Host]) -> Measurement:
+    """One workload under one plan.
+
+    Raises:
+        MeasurementError: a rank failed.
+    """
+    job = Job(
+        config=workloads.config(name, plan, rates),
+        contender=Contender(name=OURS),
+        processes=arguments.ranks,
+        warmup=arguments.warm_up,
+        steps=arguments.steps,
+    )
+    return measure(job, threads=threads(arguments), limit_s=_LIMIT_S, hosts=hosts)
+
+
+def threads(arguments: argparse.Namespace) -> int:
+    """Of each rank."""
+    return max(1, cores() // arguments.ranks)
+
+
+def rows(arguments: argparse.Namespace, rates: str, hosts: Sequence[Host]) -> Iterator[list[str]]:
+    """A row of texts per workload and plan, as ``HEADER`` has them."""
+    for name in arguments.workloads:
+        for plan in arguments.plans:
+            try:
+                found = measured(arguments, name, plan, rates, hosts)
+            except MeasurementError as error:
+                yield [name, plan, "-", "-", first_line(str(error))]
+                continue
+            predicted = found.predicted_ms
+            ratio = "-" if predicted is None else f"{found.step_ms / predicted:.2f}"
+            yield [name, plan, f"{found.step_ms:.1f}", "-" if predicted is None else f"{predicted:.1f}", ratio]
+
+
+@contextlib.contextmanager
+def _hosts(mbit: float | None, cache: Path) -> Iterator[list[Host]]:
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    if mbit is None:
+        yield [Host(environment=kept)]
+        return
+    with slow_link(mbit) as pair:
+        yield [replace(host, environment={**host.environment, **kept}) for host in pair]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes; with --mbit half of them on each host")
+    parser.add_argument("--mbit", type=float, help="of the link, per direction; loopback without")
+    parser.add_argument("--workloads", nargs="+", default=list(workloads.NAMES), choices=workloads.NAMES)
+    parser.add_argument("--plans", nargs="+", default=["ddp", "fsdp", "tp"], choices=workloads.PLANS)
+    parser.add_argument("--rates", help="a file of rates, in place of a calibration")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=5)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
+    arguments = parse(argv)
+    table = [list(HEADER)]
+    try:
+        with ended_by_signals(), tempfile.TemporaryDirectory(prefix="autoparallel-predicted-") as name:
+            folder = Path(name)
+            with _hosts(arguments.mbit, folder / "inductor") as hosts:
+                rates = arguments.rates or calibrated(arguments, folder, hosts)
+                for row in rows(arguments, rates, hosts):
+                    print(*row, sep="  ", file=sys.stderr, flush=True)
+                    table.append(row)
+    except NotAllowedError as error:
+        print(f"skipped: {error}", file=sys.stderr)
+        return SKIPPED
+    print(json.dumps(vars(arguments)), show(table), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
