@@ -12,8 +12,11 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.cost.flops import node_flops
 from lightning_autoparallel.cost.fusion import CallKind, call_kind, graph_kinds, graph_traffic, node_traffic
-from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.cost.hardware import HardwareSpec, Work
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat.schemas import named_arguments
+
+_NEEDED_SHARE = 0.5  # of the pairs of causal attention
 
 
 def node_time_us(node: fx.Node, hardware: HardwareSpec) -> float:
@@ -59,12 +62,28 @@ def _time_us(
         # What stays in registers is no kernel of its own.
         return max(moving_us, hardware.kernel_latency_us) if size_bytes else 0.0
     flops = node_flops(node) * flops_share
-    computing_us = flops / (_achieved_tflops(node, hardware) * 1e6) if flops else 0.0
+    computing_us = flops_time_us(flops, _dtype(node), _work(node), hardware, _is_causal(node)) if flops else 0.0
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 
-def _achieved_tflops(node: fx.Node, hardware: HardwareSpec) -> float:
-    return hardware.achieved_tflops(_dtype(node), is_attention=fxn.is_attention(node))
+def flops_time_us(flops: float, dtype: torch.dtype, work: Work, hardware: HardwareSpec, is_causal: bool) -> float:
+    """Microseconds of computing so many FLOPs, of which causal attention counts half of its pairs.
+
+    Raises:
+        ConfigError: the hardware has no peak for the dtype.
+    """
+    computed = flops * hardware.causal_share / _NEEDED_SHARE if is_causal else flops
+    return computed / (hardware.achieved_tflops(dtype, work) * 1e6)
+
+
+def _work(node: fx.Node) -> Work:
+    if fxn.is_attention(node):
+        return "attention"
+    return "convolution" if "convolution" in str(node.target) else "product"
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return fxn.is_attention(node) and bool(named_arguments(node.target, node.args, node.kwargs).get("is_causal"))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -16,7 +16,9 @@ from lightning_autoparallel.errors import ConfigError, did_you_mean
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
 BACKENDS = ("nccl", "gloo")
 _FILES = (".yaml", ".yml")
-_BY_DTYPE = ("peak_tflops", "attention_tflops")
+_BY_DTYPE = ("peak_tflops", "attention_tflops", "convolution_tflops")
+
+Work = Literal["product", "attention", "convolution"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,13 @@ class HardwareSpec:
     """Peaks as datasheets give them, and the fractions of them that predictions assume.
 
     ``peak_tflops`` maps names of dtypes to dense matrix products' rates. ``matmul_fraction`` and ``attention_fraction``
-    are of those, ``memory_fraction`` is of ``memory_gb_per_s``; ``attention_tflops`` are rates of attention that were
-    measured, by dtype, in place of its fraction. Links are per rank, with what NCCL's protocols cost
-    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops. ``overlap_share`` is
-    how much of the time of a collective is lost by what computes beside it, where that was measured; so are
+    are of those, ``memory_fraction`` is of ``memory_gb_per_s``. Links are per rank, with what NCCL's protocols cost
+    taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops.
+
+    Where they were measured: ``attention_tflops`` and ``convolution_tflops`` by dtype, in place of fractions;
+    ``causal_share``, of attention's pairs that causal attention computes, half of which are needed;
+    ``optimizer_gb_per_s``, at which AdamW moves what it has to; ``overlap_share``, how much of the time of a collective
+    is lost by what computes beside it, and ``overlap_pace``, at which the collective goes on meanwhile, 1 as alone;
     ``step_latency_us``, what a training step takes on the host beside its graphs, and ``parameter_latency_us``, what
     each of its parameters adds. ``reserved_share`` is what the allocator holds beyond what is alive, as a share of
     that; None where it is not known. ``backend`` is what process groups talk through there: ``nccl`` or ``gloo``;
@@ -55,7 +60,11 @@ class HardwareSpec:
     step_latency_us: float | None = None
     parameter_latency_us: float | None = None
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
+    convolution_tflops: Mapping[str, float] = field(default_factory=dict)
+    causal_share: float = 0.5
+    optimizer_gb_per_s: float | None = None
     overlap_share: float = 0.0
+    overlap_pace: float = 1.0
     reserved_share: float | None = None
     backend: str = "nccl"
     is_measured: bool = False
@@ -69,18 +78,19 @@ class HardwareSpec:
         if self.reserved_share is not None:
             check("reserved_share", self.reserved_share, lambda value: 0 <= value <= 1, "a number from 0 to 1")
         wanted = "a number above 0 and at most 1"
-        check("memory_fraction", self.memory_fraction, lambda value: 0 < value <= 1, wanted)
-        for key in ("memory_gb_per_s", "memory_bytes"):
+        for key in ("memory_fraction", "causal_share", "overlap_pace"):
+            check(key, getattr(self, key), lambda value: 0 < value <= 1, wanted)
+        given = ["optimizer_gb_per_s"] if self.optimizer_gb_per_s is not None else []
+        for key in ("memory_gb_per_s", "memory_bytes", *given):
             check(key, getattr(self, key), lambda value: value > 0, "a positive number")
         is_count = isinstance(self.ranks_per_node, int)
         check("ranks_per_node", self.ranks_per_node, lambda value: is_count and value > 0, "a positive whole number")
         measured = [key for key in ("step_latency_us", "parameter_latency_us") if getattr(self, key) is not None]
         for key in ("kernel_latency_us", "launch_latency_us", *measured):
             check(key, getattr(self, key), lambda value: value >= 0, "a number, 0 or more")
-        for dtype, rate in self.peak_tflops.items():
-            check(f"peak_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
-        for dtype, rate in self.attention_tflops.items():
-            check(f"attention_tflops of {dtype}", rate, lambda value: value > 0, "a positive number")
+        for key in _BY_DTYPE:
+            for dtype, rate in getattr(self, key).items():
+                check(f"{key} of {dtype}", rate, lambda value: value > 0, "a positive number")
         if self.backend not in BACKENDS:
             raise ConfigError(f"hardware: backend is {self.backend!r}, but must be one of {', '.join(BACKENDS)}")
 
@@ -98,16 +108,17 @@ class HardwareSpec:
             )
         return self.peak_tflops[name]
 
-    def achieved_tflops(self, dtype: torch.dtype, *, is_attention: bool) -> float:
-        """The TFLOP/s that predictions assume, of matrix products or of attention.
+    def achieved_tflops(self, dtype: torch.dtype, work: Work) -> float:
+        """The TFLOP/s that predictions assume of such work; convolutions are as fast as products unless measured.
 
         Raises:
             ConfigError: there is no peak of this dtype in the table.
         """
-        measured = self.attention_tflops.get(str(dtype).removeprefix("torch."))
-        if is_attention and measured is not None:
+        tables = {"attention": self.attention_tflops, "convolution": self.convolution_tflops}
+        measured = tables.get(work, {}).get(str(dtype).removeprefix("torch."))
+        if measured is not None:
             return measured
-        return self.peak_of(dtype) * (self.attention_fraction if is_attention else self.matmul_fraction)
+        return self.peak_of(dtype) * (self.attention_fraction if work == "attention" else self.matmul_fraction)
 
     def host_time_us(self, parameters: int) -> float | None:
         """What a training step with so many parameters takes beside its graphs and the optimizer's kernels.

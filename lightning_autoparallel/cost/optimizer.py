@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_autoparallel.cost.hardware import HardwareSpec
 
-_ADAMW_MOVES = 7  # tensors of the size of the gradients
+ADAMW_MOVES = 7  # tensors of the size of the gradients
 
 
 def update_time_us(size_bytes: float, hardware: HardwareSpec) -> float:
@@ -12,4 +12,4 @@ def update_time_us(size_bytes: float, hardware: HardwareSpec) -> float:
 
     AdamW reads a parameter, its gradient and two moments, and writes all but the gradient.
     """
-    return _ADAMW_MOVES * size_bytes / (hardware.achieved_gb_per_s * 1e3)
+    return ADAMW_MOVES * size_bytes / ((hardware.optimizer_gb_per_s or hardware.achieved_gb_per_s) * 1e3)

@@ -2,12 +2,14 @@
 
 Calls are started in the graph's order. A collective starts once everything before it on the compute stream is done
 (its process group's stream waits for the compute stream as it is started, as torch's does) and its group is free; a
-wait holds the compute stream until the collective is done. While any collective runs, computing loses the hardware's
-``overlap_share`` of that time, by the processors and the bandwidth that communication takes; collectives lose nothing.
+wait holds the compute stream until the collective is done. Where processors or bandwidth are shared, both lose beside
+each other: while something computes, collectives go on at the hardware's ``overlap_pace``, and what one takes from
+computing is ``overlap_share`` of the time that it takes alone.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +23,7 @@ from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
+_DONE_US = 1e-9  # left of a collective that is done, but for rounding
 COMPUTE = "compute"  # the stream of everything but collectives; theirs have the names of their process groups
 
 
@@ -56,7 +59,7 @@ def predict_timeline(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    streams = _Streams(hardware.overlap_share)
+    streams = _Streams(hardware)
     if times_us is None:
         times_us = graph_times_us(graph, hardware)
     for node in graph.nodes:
@@ -83,48 +86,88 @@ def node_collective_time_us(node: fx.Node, hardware: HardwareSpec, groups: Mappi
     return collective_time_us(kind or str(node.target), fxn.collective_size_bytes(node), groups[group], hardware)
 
 
+@dataclass(kw_only=True)
+class _Running:
+    """A collective that was started; ``left_us`` of it is left, at its pace alone."""
+
+    node: fx.Node
+    left_us: float
+    start_us: float
+
+
 class _Streams:
-    def __init__(self, overlap_share: float) -> None:
-        self._pace = 1 - overlap_share  # of computing, while a collective runs
+    def __init__(self, hardware: HardwareSpec) -> None:
+        self._beside = hardware.overlap_pace  # of collectives, while something computes
+        self._computing = 1 - hardware.overlap_share * hardware.overlap_pace  # its pace, while a collective runs
         self._clock_us = 0.0  # of the compute stream
-        self._free_us: dict[str, float] = {}  # by process group
-        self._done_us: dict[fx.Node, float] = {}
+        self._started: dict[str, deque[_Running]] = {}  # by process group, the one that runs first
+        self._done: set[fx.Node] = set()
+        self._busy_us = self._communication_us = 0.0
         self._events: list[TimelineEvent] = []
         self._stalls_us: dict[str, float] = {}
 
     def compute(self, node: fx.Node, duration_us: float) -> None:
-        # What was started runs without a gap until the last of it is done, or it waits for a group that is not free.
-        beside_us = max(0.0, max(self._free_us.values(), default=0.0) - self._clock_us)
-        if duration_us > beside_us * self._pace:
-            taken_us = beside_us + duration_us - beside_us * self._pace
-        else:
-            taken_us = duration_us / self._pace
-        self._add(node, COMPUTE, self._clock_us, taken_us)
-        self._clock_us += taken_us
+        start_us, left_us = self._clock_us, duration_us
+        while (beside_us := self._next_done_us(self._beside)) is not None and left_us > self._computing * beside_us:
+            self._pass(beside_us, self._beside)
+            left_us -= self._computing * beside_us
+        if beside_us is None:
+            self._clock_us += left_us
+        elif left_us:
+            self._pass(left_us / self._computing, self._beside)
+        taken_us = self._clock_us - start_us
+        self._busy_us += taken_us
+        self._events.append(TimelineEvent(name=node.name, stream=COMPUTE, start_us=start_us, duration_us=taken_us))
 
     def communicate(self, node: fx.Node, duration_us: float) -> None:
-        group = fxn.group_of(node)
-        start_us = max(self._clock_us, self._free_us.get(group, 0.0))
-        self._add(node, group, start_us, duration_us)
-        self._free_us[group] = self._done_us[node] = start_us + duration_us
+        self._communication_us += duration_us
+        queue = self._started.setdefault(fxn.group_of(node), deque())
+        queue.append(_Running(node=node, left_us=duration_us, start_us=self._clock_us))
+        self._pass(0.0, 1.0)  # one that takes no time is done
 
     def wait(self, node: fx.Node) -> None:
-        collective = fxn.waited_collective(node)
-        if collective is not None and self._done_us[collective] > self._clock_us:
-            self._stalls_us[collective.name] = self._done_us[collective] - self._clock_us
-            self._clock_us = self._done_us[collective]
+        collective, since_us = fxn.waited_collective(node), self._clock_us
+        while collective is not None and collective not in self._done:
+            self._until_next()
+        if collective is not None and self._clock_us > since_us:
+            self._stalls_us[collective.name] = self._clock_us - since_us
 
-    def _add(self, node: fx.Node, stream: str, start_us: float, duration_us: float) -> None:
-        self._events.append(TimelineEvent(name=node.name, stream=stream, start_us=start_us, duration_us=duration_us))
+    def _until_next(self) -> None:
+        next_us = self._next_done_us(1.0)
+        assert next_us is not None, "what is waited for was started"
+        self._pass(next_us, 1.0)
+
+    def _next_done_us(self, pace: float) -> float | None:
+        """Microseconds until the next collective is done; None while none runs."""
+        left_us = [queue[0].left_us for queue in self._started.values() if queue]
+        return min(left_us) / pace if left_us else None
+
+    def _pass(self, time_us: float, pace: float) -> None:
+        """Let time go by in which every first collective of a group goes on at this pace."""
+        self._clock_us += time_us
+        for group, queue in self._started.items():
+            if queue:
+                queue[0].left_us -= time_us * pace
+            while queue and queue[0].left_us <= _DONE_US:
+                self._end(group, queue.popleft())
+                if queue:
+                    queue[0].start_us = self._clock_us
+
+    def _end(self, group: str, running: _Running) -> None:
+        self._done.add(running.node)
+        duration_us = self._clock_us - running.start_us
+        event = TimelineEvent(name=running.node.name, stream=group, start_us=running.start_us, duration_us=duration_us)
+        self._events.append(event)
 
     def timeline(self) -> Timeline:
+        while any(self._started.values()):
+            self._until_next()
         time_us = max((event.end_us for event in self._events), default=0.0)
-        compute_us = sum(event.duration_us for event in self._events if event.stream == COMPUTE)
         return Timeline(
             time_us=time_us,
-            compute_us=compute_us,
-            communication_us=sum(event.duration_us for event in self._events if event.stream != COMPUTE),
-            exposed_us=time_us - compute_us,
-            events=tuple(self._events),
+            compute_us=self._busy_us,
+            communication_us=self._communication_us,
+            exposed_us=time_us - self._busy_us,
+            events=tuple(sorted(self._events, key=lambda event: event.start_us)),
             stalls_us=self._stalls_us,
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, OverlapSample
 from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import GroupShape
@@ -19,6 +22,7 @@ from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
 _CPU_SIZES, _GPU_SIZES = range(12, 25, 3), range(14, 30, 3)  # powers of two, in bytes
 _LAUNCHES = 50
 _OVERLAPS = 5
+_ROUNDS = 3
 _SUM = "sum"
 _BETWEEN_US = 1000.0  # of computing before a collective
 _SHORTEST_US = 1.0
@@ -31,16 +35,24 @@ def collective_samples(stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape) 
     for in a step too.
     """
     compute = _computing(stopwatch, _BETWEEN_US)
-    for kind in COLLECTIVES:
-        for power in _CPU_SIZES if stopwatch.device.type == "cpu" else _GPU_SIZES:
+    sizes = _CPU_SIZES if stopwatch.device.type == "cpu" else _GPU_SIZES
+    taken: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _ in range(_ROUNDS):  # what disturbs for a while disturbs one of them
+        computing_us = stopwatch.mean_us(compute)
+        for kind, power in itertools.product(COLLECTIVES, sizes):
             run, size_bytes = _collective(kind, 2**power, axis, stopwatch.device)
-            yield CollectiveSample(
-                kind=kind,
-                axes=axis.name,
-                group=group,
-                size_bytes=size_bytes,
-                time_us=max(_SHORTEST_US, stopwatch.added_us(lambda run=run: c.WAIT(run()), compute)),  # type: ignore[misc]
-            )
+            taken[kind, size_bytes].append(stopwatch.mean_us(_after(compute, run)) - computing_us)
+    for (kind, size_bytes), times_us in taken.items():
+        time_us = max(_SHORTEST_US, statistics.median(times_us))
+        yield CollectiveSample(kind=kind, axes=axis.name, group=group, size_bytes=size_bytes, time_us=time_us)
+
+
+def _after(compute: Callable[[], None], start: Callable[[], Tensor]) -> Callable[[], None]:
+    def run() -> None:
+        compute()
+        c.WAIT(start())
+
+    return run
 
 
 def _collective(kind: str, size_bytes: int, axis: PlanAxis, device: torch.device) -> tuple[Callable[[], Tensor], int]:
@@ -71,23 +83,31 @@ def launch_time_us(axis: PlanAxis, device: torch.device) -> float:
     return min(taken)
 
 
-def overlap_times(stopwatch: Stopwatch, axis: PlanAxis, size_bytes: int) -> Sequence[tuple[float, float, float]]:
-    """Microseconds of an all-reduce alone, of computing that takes longer alone, and of both at once."""
+def overlap_samples(
+    stopwatch: Stopwatch, axis: PlanAxis, size_bytes: int, lengths: Sequence[float]
+) -> dict[float, list[OverlapSample]]:
+    """An all-reduce beside computing that takes so many times as long, some times over, by that length."""
     start, _ = _collective("all_reduce", size_bytes, axis, stopwatch.device)
-    alone_us = max(_SHORTEST_US, stopwatch.added_us(lambda: c.WAIT(start()), _computing(stopwatch, _BETWEEN_US)))
-    compute = _computing(stopwatch, 2 * alone_us)
+    between = _computing(stopwatch, _BETWEEN_US)
+    before = _after(between, start)
+    alone_us = [max(_SHORTEST_US, stopwatch.mean_us(before) - stopwatch.mean_us(between)) for _ in range(_OVERLAPS)]
+    beside = {length: _computing(stopwatch, length * statistics.mean(alone_us)) for length in lengths}
+    return {length: [_overlap(stopwatch, start, beside[length], us) for us in alone_us] for length in lengths}
 
+
+def _overlap(
+    stopwatch: Stopwatch, start: Callable[[], Tensor], compute: Callable[[], None], alone_us: float
+) -> OverlapSample:
     def both() -> None:
         result = start()
         compute()
         c.WAIT(result)
 
-    def nothing() -> None:
-        """What is added to it is all of it."""
-
-    return [
-        (alone_us, stopwatch.added_us(compute, nothing), stopwatch.added_us(both, nothing)) for _ in range(_OVERLAPS)
-    ]
+    return OverlapSample(
+        communicating_us=alone_us,
+        computing_us=stopwatch.mean_us(compute),
+        both_us=stopwatch.mean_us(both),
+    )
 
 
 def _computing(stopwatch: Stopwatch, time_us: float) -> Callable[[], None]:

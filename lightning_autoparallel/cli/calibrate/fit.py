@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, StepSample
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, OverlapSample, StepSample
 from lightning_autoparallel.cost.collective import hops, moved_share
 
 Row = tuple[float, float, float]  # (x, y, t) of t = a * x + b * y
 
 _TINY = 1e-9
+_SLOWEST = 0.1  # a collective beside computing: none was seen to stand still
 _REWEIGHTED = 5
 _LEAST_WEIGHED = 0.1  # of what was measured: what a row is fitted to may be next to nothing
-_DISTURBED = 1.5  # times as long as others say
-_AGREEING = 0.25  # of the squares that were left with it
 _OF_LATENCY = 3.0  # a kernel that takes so many times the shortest one tells of a rate
 
 
@@ -45,9 +44,9 @@ def link_rates(samples: Sequence[CollectiveSample], launch_us: float) -> tuple[f
     """(GB/s, latency in us of a hop) of one kind of collective, all its samples of groups of one sort of link.
 
     A sample's time is ``launch + hops * latency + moved / bandwidth``, as ``cost.collective`` has it. The two numbers
-    are those of least squares of relative errors, neither below 0, without one sample that something else disturbed.
+    are those of least squares of relative errors, neither below 0.
     """
-    latency_us, us_per_byte = least_relative_squares(undisturbed([_row(sample, launch_us) for sample in samples]))
+    latency_us, us_per_byte = least_relative_squares([_row(sample, launch_us) for sample in samples])
     return 1e-3 / max(us_per_byte, _TINY), latency_us
 
 
@@ -95,36 +94,38 @@ def _least_squares(rows: Sequence[Row], units: Sequence[float]) -> tuple[float, 
     return (alone_x, 0.0) if by_x <= by_y else (0.0, alone_y)
 
 
-def undisturbed(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` without the one that took longer than all others say, if there is one: they agree without it.
-
-    Three rows must be left, of which two cannot agree by chance.
-    """
-    rows = list(rows)
-    if len(rows) < 4:
-        return rows
-    without = [rows[:i] + rows[i + 1 :] for i in range(len(rows))]
-    least = min(range(len(rows)), key=lambda i: _squares(without[i]))
-    latency, rate = least_relative_squares(without[least])
-    x, y, taken = rows[least]
-    agree = _squares(without[least]) < _AGREEING * _squares(rows)
-    return without[least] if agree and taken > _DISTURBED * (latency * x + rate * y) else rows
-
-
-def _squares(rows: Sequence[Row]) -> float:
-    a, b = least_relative_squares(rows)
-    return sum(((a * x + b * y) / t - 1) ** 2 for x, y, t in rows)
-
-
 def step_rates(samples: Sequence[StepSample]) -> tuple[float, float]:
     """(us of a step, us of each of its parameters) beside the graphs."""
     return least_relative_squares([(1, s.parameters, max(s.time_us - s.graphs_us, _TINY)) for s in samples])
 
 
-def overlap_share(samples: Sequence[tuple[float, float, float]]) -> float:
-    """How much of a collective's time is lost by computing beside it: the median, from 0 to 1.
+def overlap_share(longer: Sequence[OverlapSample]) -> float:
+    """How much of a collective's time is lost by computing beside it: the mean, from 0 to 1.
 
     Computing goes on for longer than the collective, so that what both take beyond computing alone was lost to it.
     """
-    lost = [(both - computing) / communicating for communicating, computing, both in samples]
-    return min(1.0, max(0.0, statistics.median(lost)))
+    lost = statistics.mean((sample.both_us - sample.computing_us) / sample.communicating_us for sample in longer)
+    return min(1.0, max(0.0, lost))
+
+
+def overlap_pace(shorter: Sequence[OverlapSample], share: float) -> float:
+    """At which pace a collective goes on while something computes that ends before it: from ``_SLOWEST`` to 1.
+
+    With times relative to the collective's alone, ``c`` of computing at the pace ``1 - share * pace`` leaves
+    ``1 - c * pace / (1 - share * pace)`` of the collective, so that both end after
+    ``1 + c * (1 - pace) / (1 - share * pace)``: solved for the pace.
+    """
+    c = statistics.mean(sample.computing_us / sample.communicating_us for sample in shorter)
+    added = statistics.mean(sample.both_us / sample.communicating_us for sample in shorter) - 1
+    left = c - added * share
+    return min(1.0, max(_SLOWEST, (c - added) / left)) if left > 0 else _SLOWEST
+
+
+def causal_share(samples: Sequence[KernelSample]) -> float:
+    """The part of attention's pairs that causal attention takes the time of, from a half to 1: the median.
+
+    Samples come in pairs of one size and dtype, causal and not.
+    """
+    whole = {(s.dtype, s.size_bytes): s.time_us for s in samples if not s.is_causal}
+    shares = [s.time_us / whole[s.dtype, s.size_bytes] for s in samples if s.is_causal]
+    return min(1.0, max(0.5, statistics.median(shares))) if shares else 0.5

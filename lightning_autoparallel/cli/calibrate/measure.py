@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.cli.calibrate.collective_times import collective_samples, launch_time_us, overlap_times
+from lightning_autoparallel.cli.calibrate.collective_times import collective_samples, launch_time_us, overlap_samples
 from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
 from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples
 from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
@@ -18,6 +19,7 @@ from lightning_autoparallel.cost import group_shape
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline.progress import StageProgress, terminal_display
 
+_LONGER, _SHORTER = 2.0, 0.5  # computing beside a collective, in times of that
 _OVERLAP_BYTES = {"cpu": 2**22, "cuda": 2**27}
 
 
@@ -41,14 +43,17 @@ def measure(
         for axis in axes:
             running.advance(f"collectives over {axis.name}")
             group = group_shape(mesh.sizes, axis.mesh_axes, ranks_per_node)
-            collectives += collective_samples(stopwatch, axis, group)
+            share = replace(stopwatch, spent_s=spent_s / len(axes))
+            collectives += collective_samples(share, axis, group)
         if not axes:
             return Samples(kernels=kernels)
+        overlap = overlap_samples(stopwatch, axes[-1], _OVERLAP_BYTES[device_type], (_LONGER, _SHORTER))
         return Samples(
             kernels=kernels,
             collectives=collectives,
             launch_us=stopwatch.slowest(launch_time_us(axes[-1], stopwatch.device)),
-            overlap=overlap_times(stopwatch, axes[-1], _OVERLAP_BYTES[device_type]),
+            longer=overlap[_LONGER],
+            shorter=overlap[_SHORTER],
         )
 
 

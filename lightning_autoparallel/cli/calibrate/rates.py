@@ -8,35 +8,46 @@ from typing import Any
 import torch
 
 from lightning_autoparallel.cli.calibrate.fit import (
+    causal_share,
     kernel_latency_us,
     link_rates,
     memory_gb_per_s,
+    overlap_pace,
     overlap_share,
     step_rates,
     tflops,
 )
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample, Work
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample
 from lightning_autoparallel.cost import HardwareSpec, hardware_named
 from lightning_autoparallel.cost.collective import collective_time_us
+from lightning_autoparallel.cost.compute import flops_time_us
+from lightning_autoparallel.cost.hardware import Work
+from lightning_autoparallel.cost.optimizer import ADAMW_MOVES, update_time_us
 
 _DIGITS = 4
+_WORKS: tuple[Work, ...] = ("product", "attention", "convolution")
 
 
 def rates_of(samples: Samples, base: str, name: str, memory_bytes: int, ranks_per_node: int) -> dict[str, Any]:
     """The mapping that ``hardware_from`` takes; figures of links that no group used stay those of ``base``."""
     latency_us = kernel_latency_us(samples.kernels)
-    products, attention = _computing(samples, "matmul", latency_us), _computing(samples, "attention", latency_us)
-    moving = [sample for sample in samples.kernels if sample.work == "memory"]
+    by_work = {work: _computing(samples, work, latency_us) for work in _WORKS}
+    moving, updating, attention = (
+        [sample for sample in samples.kernels if sample.work == work] for work in ("memory", "optimizer", "attention")
+    )
     return {
         "base": base,
         "name": name,
         "is_measured": True,
         "backend": hardware_named(base).backend,
-        "peak_tflops": {dtype: _short(rate) for dtype, rate in products.items()},
+        "peak_tflops": by_work["product"],
         "matmul_fraction": 1.0,
-        "attention_tflops": {dtype: _short(rate) for dtype, rate in attention.items()},
+        "attention_tflops": by_work["attention"],
+        "causal_share": _short(causal_share(attention)),
+        "convolution_tflops": by_work["convolution"],
         "memory_gb_per_s": _short(memory_gb_per_s(moving, latency_us)),
         "memory_fraction": 1.0,
+        "optimizer_gb_per_s": _short(memory_gb_per_s(updating, latency_us)),
         "memory_bytes": memory_bytes,
         "kernel_latency_us": _short(latency_us),
         "ranks_per_node": ranks_per_node,
@@ -51,10 +62,11 @@ def with_steps(rates: Mapping[str, Any], steps: Sequence[StepSample]) -> dict[st
 
 
 def _computing(samples: Samples, work: Work, latency_us: float) -> dict[str, float]:
-    """TFLOP/s by dtype."""
-    dtypes = dict.fromkeys(sample.dtype for sample in samples.kernels if sample.work == work)
-    of = {dtype: [s for s in samples.kernels if (s.work, s.dtype) == (work, dtype)] for dtype in dtypes}
-    return {dtype: tflops(found, latency_us) for dtype, found in of.items()}
+    """TFLOP/s by dtype; of attention, those of what is computed of all pairs."""
+    telling = [sample for sample in samples.kernels if sample.work == work and not sample.is_causal]
+    dtypes = dict.fromkeys(sample.dtype for sample in telling)
+    of = {dtype: [sample for sample in telling if sample.dtype == dtype] for dtype in dtypes}
+    return {dtype: _short(tflops(found, latency_us)) for dtype, found in of.items()}
 
 
 def _links(samples: Samples) -> dict[str, Any]:
@@ -65,7 +77,12 @@ def _links(samples: Samples) -> dict[str, Any]:
     by_link = {"intra_node": inside, "inter_node": between}
     links = {key: _link(found, samples.launch_us) for key, found in by_link.items() if found}
     measured = {"launch_latency_us": _short(samples.launch_us), **links}
-    return measured | ({"overlap_share": _short(overlap_share(samples.overlap))} if samples.overlap else {})
+    return measured | (_overlap(samples) if samples.longer else {})
+
+
+def _overlap(samples: Samples) -> dict[str, float]:
+    share = overlap_share(samples.longer)
+    return {"overlap_share": _short(share), "overlap_pace": _short(overlap_pace(samples.shorter, share))}
 
 
 def _link(samples: Sequence[CollectiveSample], launch_us: float) -> dict[str, Any]:
@@ -102,10 +119,12 @@ def _whole_us(step: StepSample, hardware: HardwareSpec) -> float:
 def kernel_time_us(sample: KernelSample, hardware: HardwareSpec) -> float:
     """What the cost model makes of such a kernel."""
     moving_us = sample.size_bytes / (hardware.achieved_gb_per_s * 1e3)
-    computing_us = 0.0
-    if sample.work != "memory":
-        rate = hardware.achieved_tflops(getattr(torch, sample.dtype), is_attention=sample.work == "attention")
-        computing_us = sample.flops / (rate * 1e6)
+    if sample.work == "memory":
+        return max(moving_us, hardware.kernel_latency_us)
+    if sample.work == "optimizer":
+        return update_time_us(sample.size_bytes / ADAMW_MOVES, hardware)
+    dtype = getattr(torch, sample.dtype)
+    computing_us = flops_time_us(sample.flops, dtype, sample.work, hardware, sample.is_causal)
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 

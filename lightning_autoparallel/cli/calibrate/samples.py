@@ -7,19 +7,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_autoparallel.cost import GroupShape
+from lightning_autoparallel.cost.hardware import Work
 
-Work = Literal["memory", "matmul", "attention"]
+KernelWork = Work | Literal["memory", "optimizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSample:
-    """One kernel: ``size_bytes`` it reads and writes, ``flops`` it computes, the slowest rank's ``time_us``."""
+    """One kernel: ``size_bytes`` it reads and writes, ``flops`` it computes, the slowest rank's ``time_us``.
 
-    work: Work
+    Causal attention counts the FLOPs of half of its pairs.
+    """
+
+    work: KernelWork
     dtype: str
     size_bytes: int
     flops: int
     time_us: float
+    is_causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSample:
+    """What a collective took alone, some computing alone, and both at once."""
+
+    communicating_us: float
+    computing_us: float
+    both_us: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +60,13 @@ class StepSample:
 class Samples:
     """Everything that was measured.
 
-    ``launch_us`` is what starting a collective takes before it is waited for. ``overlap`` has, by repetition, what
-    a collective alone, computing alone and both at once took.
+    ``launch_us`` is what starting a collective takes before it is waited for. ``longer`` are those in which computing
+    takes longer than the collective beside it, ``shorter`` those in which it takes less.
     """
 
     kernels: Sequence[KernelSample] = ()
     collectives: Sequence[CollectiveSample] = ()
     launch_us: float = 0.0
-    overlap: Sequence[tuple[float, float, float]] = ()
+    longer: Sequence[OverlapSample] = ()
+    shorter: Sequence[OverlapSample] = ()
     steps: Sequence[StepSample] = ()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 _FEWEST, _MOST = 3, 40
 _MOST_IN_A_ROW = 200
-_IN_A_ROW = 2  # times as long as on one figure by a median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,31 +31,22 @@ class Stopwatch:
         repeats = min(_MOST, max(_FEWEST, int(self.spent_s * 1e6 / max(once_us, 1.0))))
         return self.slowest(statistics.median(self._once_us(run) for _ in range(repeats)))
 
-    def added_us(self, run: Callable[[], object], between: Callable[[], object]) -> float:
-        """Microseconds that ``run`` adds to ``between``, in turn with which it is repeated as in a training step.
+    def mean_us(self, run: Callable[[], object]) -> float:
+        """Microseconds of ``run``, repeated in a row: their mean, as a step is a sum, and what is late adds to it.
 
-        Means, as a step is a sum: what comes late now and then is waited for each time. Ranks are not brought into
-        step before each repetition, so that what they wait for each other counts. All ranks must call it alike.
+        Ranks are not brought into step before each repetition, so that what they wait for each other counts. All ranks
+        must call it alike.
         """
-
-        def both() -> None:
-            between()
-            run()
-
-        both()
-        once_us = self.slowest(self._once_us(both))
-        repeats = min(_MOST_IN_A_ROW, max(_FEWEST, int(_IN_A_ROW * self.spent_s * 1e6 / max(once_us, 1.0))))
-        alone_us = self.slowest(self._mean_us(between, repeats))
-        return self.slowest(self._mean_us(both, repeats)) - alone_us
-
-    def _mean_us(self, run: Callable[[], object], repeats: int) -> float:
+        run()
+        once_us = self.slowest(self._once_us(run))
+        repeats = min(_MOST_IN_A_ROW, max(_FEWEST, int(self.spent_s * 1e6 / max(once_us, 1.0))))
         self.finish()
         dist.barrier()
         start = time.perf_counter()
         for _ in range(repeats):
             run()
         self.finish()
-        return (time.perf_counter() - start) * 1e6 / repeats
+        return self.slowest((time.perf_counter() - start) * 1e6 / repeats)
 
     def _once_us(self, run: Callable[[], object]) -> float:
         self.finish()
