@@ -103,7 +103,7 @@ class _Streams:
         self._started: dict[str, deque[_Running]] = {}  # by process group, the one that runs first
         self._done: set[fx.Node] = set()
         self._busy_us = self._communication_us = 0.0
-        self._events: list[TimelineEvent] = []
+        self._events: dict[str, TimelineEvent] = {}  # by node, in the graph's order
         self._stalls_us: dict[str, float] = {}
 
     def compute(self, node: fx.Node, duration_us: float) -> None:
@@ -117,11 +117,12 @@ class _Streams:
             self._pass(left_us / self._computing, self._beside)
         taken_us = self._clock_us - start_us
         self._busy_us += taken_us
-        self._events.append(TimelineEvent(name=node.name, stream=COMPUTE, start_us=start_us, duration_us=taken_us))
+        self._add(node, COMPUTE, start_us)
 
     def communicate(self, node: fx.Node, duration_us: float) -> None:
         self._communication_us += duration_us
         queue = self._started.setdefault(fxn.group_of(node), deque())
+        self._add(node, fxn.group_of(node), self._clock_us)
         queue.append(_Running(node=node, left_us=duration_us, start_us=self._clock_us))
         self._pass(0.0, 1.0)  # one that takes no time is done
 
@@ -155,19 +156,23 @@ class _Streams:
 
     def _end(self, group: str, running: _Running) -> None:
         self._done.add(running.node)
-        duration_us = self._clock_us - running.start_us
-        event = TimelineEvent(name=running.node.name, stream=group, start_us=running.start_us, duration_us=duration_us)
-        self._events.append(event)
+        self._add(running.node, group, running.start_us)
+
+    def _add(self, node: fx.Node, stream: str, start_us: float) -> None:
+        """From then until now."""
+        duration_us = self._clock_us - start_us
+        event = TimelineEvent(name=node.name, stream=stream, start_us=start_us, duration_us=duration_us)
+        self._events[node.name] = event
 
     def timeline(self) -> Timeline:
         while any(self._started.values()):
             self._until_next()
-        time_us = max((event.end_us for event in self._events), default=0.0)
+        time_us = max((event.end_us for event in self._events.values()), default=0.0)
         return Timeline(
             time_us=time_us,
             compute_us=self._busy_us,
             communication_us=self._communication_us,
             exposed_us=time_us - self._busy_us,
-            events=tuple(sorted(self._events, key=lambda event: event.start_us)),
+            events=tuple(self._events.values()),
             stalls_us=self._stalls_us,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class ResNet(_Trained):
     def __init__(self, channels: int = 16) -> None:
         super().__init__()
         widths = [channels, channels, 2 * channels, 2 * channels, 4 * channels, 4 * channels]
-        blocks = [_Residual(before, after) for before, after in zip(widths, widths[1:], strict=False)]
+        blocks = [_Residual(before, after) for before, after in itertools.pairwise(widths)]
         stem = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
         self.network = nn.Sequential(stem, *blocks, *head)

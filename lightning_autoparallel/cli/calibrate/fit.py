@@ -11,6 +11,7 @@ from lightning_autoparallel.cost.collective import hops, moved_share
 Row = tuple[float, float, float]  # (x, y, t) of t = a * x + b * y
 
 _TINY = 1e-9
+_TOLD, _UNTOLD_PACE = 0.05, 0.5
 _SLOWEST = 0.1  # a collective beside computing: none was seen to stand still
 _REWEIGHTED = 5
 _LEAST_WEIGHED = 0.1  # of what was measured: what a row is fitted to may be next to nothing
@@ -118,7 +119,9 @@ def overlap_pace(shorter: Sequence[OverlapSample], share: float) -> float:
     c = statistics.mean(sample.computing_us / sample.communicating_us for sample in shorter)
     added = statistics.mean(sample.both_us / sample.communicating_us for sample in shorter) - 1
     left = c - added * share
-    return min(1.0, max(_SLOWEST, (c - added) / left)) if left > 0 else _SLOWEST
+    if left < _TOLD * c:  # one after the other, at any pace: all of the collective's time is lost
+        return _UNTOLD_PACE
+    return min(1.0, max(_SLOWEST, (c - added) / left))
 
 
 def causal_share(samples: Sequence[KernelSample]) -> float:

@@ -11,14 +11,21 @@ import yaml
 
 from lightning_autoparallel.cli.calibrate import run_calibrate
 from lightning_autoparallel.cli.calibrate.fit import (
+    causal_share,
     least_relative_squares,
     link_rates,
+    overlap_pace,
     overlap_share,
     step_rates,
-    undisturbed,
 )
 from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread, with_steps
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample
+from lightning_autoparallel.cli.calibrate.samples import (
+    CollectiveSample,
+    KernelSample,
+    OverlapSample,
+    Samples,
+    StepSample,
+)
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
 from lightning_autoparallel.cost.collective import collective_time_us
 from lightning_autoparallel.cost.detect import entry_of
@@ -38,7 +45,11 @@ TRUE = replace(
     launch_latency_us=15.0,
     intra_node=LinkSpec(bandwidth_gb_per_s=2.0, latency_us=30.0, kinds=KINDS),
     inter_node=LinkSpec(bandwidth_gb_per_s=0.25, latency_us=200.0),
+    convolution_tflops={"float32": 0.07, "bfloat16": 0.09},
+    causal_share=0.8,
+    optimizer_gb_per_s=4.0,
     overlap_share=0.4,
+    overlap_pace=0.5,
     ranks_per_node=4,
 )
 
@@ -46,9 +57,12 @@ TRUE = replace(
 def kernels(hardware: HardwareSpec) -> list[KernelSample]:
     """Samples that take exactly what the hardware's rates say."""
     works = [("memory", "float32", 2**power, 0) for power in (10, 18, 22)]
-    for work in ("matmul", "attention"):
+    works += [("optimizer", "float32", 7 * 2**20, 0)]
+    for work in ("product", "attention", "convolution"):
         works += [(work, dtype, 1000, 10**power) for dtype in ("float32", "bfloat16") for power in (7, 8)]
     untimed = [KernelSample(work=w, dtype=d, size_bytes=s, flops=f, time_us=0.0) for w, d, s, f in works]
+    whole = [sample for sample in untimed if sample.work == "attention" and sample.flops == 10**8]
+    untimed += [replace(sample, flops=sample.flops // 2, is_causal=True) for sample in whole]
     return [replace(sample, time_us=kernel_time_us(sample, hardware)) for sample in untimed]
 
 
@@ -66,12 +80,21 @@ def collectives(hardware: HardwareSpec, group: GroupShape) -> list[CollectiveSam
     ]
 
 
+def beside(hardware: HardwareSpec, computing_us: float) -> OverlapSample:
+    """A collective of 100 us and computing, both slowed down while both run, and alone after that."""
+    together_us = computing_us / (1 - hardware.overlap_share * hardware.overlap_pace)
+    left_us = 100.0 - together_us * hardware.overlap_pace
+    both_us = together_us + left_us if left_us > 0 else computing_us + 100.0 * hardware.overlap_share
+    return OverlapSample(communicating_us=100.0, computing_us=computing_us, both_us=both_us)
+
+
 def samples_of(hardware: HardwareSpec, *groups: GroupShape) -> Samples:
     return Samples(
         kernels=kernels(hardware),
         collectives=[sample for group in groups for sample in collectives(hardware, group)],
         launch_us=hardware.launch_latency_us,
-        overlap=[(100.0, 300.0, 300.0 + 100.0 * hardware.overlap_share)],
+        longer=[beside(hardware, 300.0)],
+        shorter=[beside(hardware, 50.0)],
     )
 
 
@@ -84,10 +107,12 @@ def test_known_rates_are_found(groups):
         expected = KINDS[kind]
         assert found.intra_node.of(kind).bandwidth_gb_per_s == pytest.approx(expected.bandwidth_gb_per_s, rel=1e-3)
         assert found.intra_node.of(kind).latency_us == pytest.approx(expected.latency_us, rel=1e-3)
-    for key in ("launch_latency_us", "kernel_latency_us", "memory_gb_per_s", "overlap_share"):
+    same = ("launch_latency_us", "kernel_latency_us", "memory_gb_per_s", "optimizer_gb_per_s")
+    for key in (*same, "causal_share", "overlap_share", "overlap_pace"):
         assert getattr(found, key) == pytest.approx(getattr(TRUE, key), rel=1e-3)
     assert found.peak_tflops == pytest.approx(dict(TRUE.peak_tflops), rel=1e-3)
     assert found.attention_tflops == pytest.approx(dict(TRUE.attention_tflops), rel=1e-3)
+    assert found.convolution_tflops == pytest.approx(dict(TRUE.convolution_tflops), rel=1e-3)
     assert found.inter_node == HARDWARE["cpu"].inter_node, "no group used it"
     ratios = [measured / predicted for *_, measured, predicted in residuals(samples_of(TRUE, *groups), found)]
     assert ratios == pytest.approx([1.0] * len(ratios), rel=2e-3)
@@ -106,19 +131,10 @@ def test_a_dtype_that_was_not_measured_has_no_rate():
         hardware_from(rates).peak_of(torch.float16)
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_one_disturbed_sample_changes_nothing(place):
-    group = GroupShape(ranks=2)
-    samples = [sample for sample in collectives(TRUE, group) if sample.kind == "all_gather"]
-    expected = link_rates(samples, TRUE.launch_latency_us)
-    samples[place] = replace(samples[place], time_us=5 * samples[place].time_us)
-    assert link_rates(samples, TRUE.launch_latency_us) == pytest.approx(expected, rel=1e-6)
-
-
-def test_samples_that_only_scatter_are_all_kept():
-    rows = [(1.0, float(y), (2.0 + 3.0 * y) * noise) for y, noise in ((1, 1.1), (10, 0.9), (100, 1.15), (1000, 0.92))]
-    assert undisturbed(rows) == rows
-    assert undisturbed(rows[:3]) == rows[:3]
+def test_what_came_out_short_by_chance_counts_no_more_than_what_came_out_long():
+    """Relative to what was measured, 500 us would count nine times as much as 1500: the fit would be 600."""
+    rows = [(1.0, 0.0, 500.0), (1.0, 0.0, 1500.0)]
+    assert least_relative_squares(rows) == pytest.approx((1000.0, 0.0))
 
 
 def test_no_number_is_below_zero():
@@ -129,7 +145,20 @@ def test_no_number_is_below_zero():
 
 @pytest.mark.parametrize(("both", "share"), [(300.0, 0.0), (290.0, 0.0), (350.0, 0.5), (420.0, 1.0)])
 def test_overlap(both, share):
-    assert overlap_share([(100.0, 300.0, both)] * 3) == share
+    longer = OverlapSample(communicating_us=100.0, computing_us=300.0, both_us=both)
+    assert overlap_share([longer] * 3) == share
+
+
+@pytest.mark.parametrize(("share", "pace"), [(0.0, 1.0), (0.0, 0.4), (0.5, 0.4), (0.5, 1.0), (1.0, 0.5)])
+def test_the_pace_of_a_collective_beside_computing(share, pace):
+    shorter = beside(replace(TRUE, overlap_share=share, overlap_pace=pace), 40.0)
+    assert overlap_pace([shorter], share) == pytest.approx(pace)
+
+
+def test_causal_attention_that_skips_nothing_takes_all_of_the_time():
+    whole = KernelSample(work="attention", dtype="float32", size_bytes=8, flops=10, time_us=4.0)
+    causal = replace(whole, flops=5, is_causal=True)
+    assert [causal_share([whole, replace(causal, time_us=us)]) for us in (4.0, 3.0, 1.0)] == [1.0, 0.75, 0.5]
 
 
 def test_steps_beside_their_graphs():

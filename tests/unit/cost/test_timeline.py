@@ -62,6 +62,22 @@ def test_computing_beside_a_collective_loses_a_share_of_its_time(calls: int):
     assert beside.communication_us == pytest.approx(GATHER_US)
 
 
+def test_a_collective_beside_computing_takes_longer_and_its_wait_too():
+    """At a quarter of its pace while the product runs, at its own from then on."""
+    build = Builder()
+    shard, x = build.input(8, 16), build.input(16, 16)
+    started = build.gather(shard, 2, "pair")
+    work = build.call(aten.mm.default, x, x)
+    graph = build.output(work, build.wait(started))
+    work_us = predict_timeline(graph, ROUND, PAIR).compute_us
+    slowed = predict_timeline(graph, replace(ROUND, overlap_pace=0.25), PAIR)
+    assert slowed.time_us == pytest.approx(work_us + GATHER_US - 0.25 * work_us)
+    assert (slowed.compute_us, slowed.communication_us) == pytest.approx((work_us, GATHER_US))
+    both = predict_timeline(graph, replace(ROUND, overlap_pace=0.5, overlap_share=0.5), PAIR)
+    assert both.compute_us == pytest.approx(work_us / 0.75)
+    assert both.time_us == pytest.approx(work_us / 0.75 + GATHER_US - 0.5 * work_us / 0.75)
+
+
 def test_a_collective_starts_after_what_comes_before_it_on_the_compute_stream():
     build = Builder()
     shard, x = build.input(8, 16), build.input(16, 16)
