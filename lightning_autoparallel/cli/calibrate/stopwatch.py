@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_FEWEST, _MOST = 3, 40
-_MOST_IN_A_ROW = 200
+_FEWEST, _MOST = 3, 500
+_MEANS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,24 +22,23 @@ class Stopwatch:
     spent_s: float = 0.25  # on one figure
 
     def time_us(self, run: Callable[[], object]) -> float:
-        """Microseconds of ``run``: the median of its repetitions, of which there are more the shorter it is.
+        """Microseconds of ``run``: the median of a few means, so that what disturbs for a while disturbs one of them.
 
         All ranks must call it alike, as ``run`` may talk to others.
         """
         run()
-        once_us = self.slowest(self._once_us(run))
-        repeats = min(_MOST, max(_FEWEST, int(self.spent_s * 1e6 / max(once_us, 1.0))))
-        return self.slowest(statistics.median(self._once_us(run) for _ in range(repeats)))
+        return statistics.median(self.mean_us(run, self.spent_s / _MEANS) for _ in range(_MEANS))
 
-    def mean_us(self, run: Callable[[], object]) -> float:
-        """Microseconds of ``run``, repeated in a row: their mean, as a step is a sum, and what is late adds to it.
+    def mean_us(self, run: Callable[[], object], spent_s: float | None = None) -> float:
+        """Microseconds of ``run``, repeated in a row for ``spent_s``, the stopwatch's unless given.
 
-        Ranks are not brought into step before each repetition, so that what they wait for each other counts. All ranks
-        must call it alike.
+        The mean, as a step is a sum: what comes late now and then, or shares its processor with another rank, adds to
+        it. Ranks are not brought into step before each repetition, so that what they wait for each other counts. All
+        ranks must call it alike.
         """
-        run()
         once_us = self.slowest(self._once_us(run))
-        repeats = min(_MOST_IN_A_ROW, max(_FEWEST, int(self.spent_s * 1e6 / max(once_us, 1.0))))
+        spent_us = 1e6 * (self.spent_s if spent_s is None else spent_s)
+        repeats = min(_MOST, max(_FEWEST, int(spent_us / max(once_us, 1.0))))
         self.finish()
         dist.barrier()
         start = time.perf_counter()
