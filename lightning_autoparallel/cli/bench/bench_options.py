@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_autoparallel.cli.bench.contenders import ours, parse_against, without_passes
+from lightning_autoparallel.cli.bench.contenders import ours, parse_against, with_plans, without_passes
 from lightning_autoparallel.cli.bench.measurements import Contender
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
@@ -45,6 +45,9 @@ def add_bench_arguments(parser: LightningArgumentParser) -> None:
     """Add the arguments of ``bench``."""
     parser.add_argument("--against", type=str, default="", help="ddp, fsdp2, ddp-compiled, fsdp2-compiled, by commas.")
     parser.add_argument("--passes", action="store_true", help="Also measure with each pass off, and with all off.")
+    parser.add_argument(
+        "--plans", type=str, default="", help="Also measure with plans auto, ddp, fsdp, hsdp, by commas."
+    )
     parser.add_argument("--processes", type=int | None, default=None, help="Processes; trainer.devices unless given.")
     parser.add_argument("--steps", type=int, default=30, help="Batches that are timed in each measurement.")
     parser.add_argument("--warmup", type=int, default=5, help="Batches before them that are not.")
@@ -60,12 +63,12 @@ def bench_options(config: Mapping[str, Any]) -> BenchOptions:
     Raises:
         ConfigError: one of them is wrong, or the processes do not fill the mesh.
     """
-    contenders = [ours(), *parse_against(config["against"])]
+    contenders = [ours(), *with_plans(config["plans"]), *parse_against(config["against"])]
     if config["passes"]:
         disabled = config["strategy"]["disabled_passes"] or []
         contenders += without_passes([graph_pass.name for graph_pass in all_passes()], disabled)
     if len(contenders) == 1:
-        raise ConfigError("bench compares: give --against ddp,fsdp2 or --passes, or both")
+        raise ConfigError("bench compares: give --against ddp,fsdp2, --plans auto,ddp or --passes")
     processes = _processes(config)
     options = BenchOptions(
         contenders=contenders,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_autoparallel.cli.bench.measurements import OURS, Contender
+from lightning_autoparallel.config import PLANS
 from lightning_autoparallel.errors import ConfigError, did_you_mean
 
 WITHOUT_ALL = "without any pass"
@@ -28,7 +29,7 @@ def parse_against(text: str) -> list[Contender]:
         ConfigError: an unknown name.
     """
     known = baselines()
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = _split(text)
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known, opening="did you mean") or f"names are {', '.join(known)}"
@@ -44,6 +45,24 @@ def without_passes(passes: Sequence[str], disabled: Sequence[str]) -> list[Conte
         if name not in disabled
     ]
     return [*off, Contender(name=WITHOUT_ALL, overrides={"disabled_passes": list(passes)})]
+
+
+def with_plans(text: str) -> list[Contender]:
+    """This strategy with each plan of ``"auto,ddp"``; none for an empty text.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    names = _split(text)
+    for name in names:
+        if name not in PLANS:
+            hint = did_you_mean(name, PLANS, opening="did you mean") or f"names are {', '.join(PLANS)}"
+            raise ConfigError(f"--plans names {name!r}, which is no plan: {hint}")
+    return [Contender(name=f"plan {name}", overrides={"plan": name}) for name in names]
+
+
+def _split(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def ours() -> Contender:

@@ -22,6 +22,7 @@ from lightning_autoparallel.cli.bench.contenders import (
     ours,
     parse_against,
     schedule,
+    with_plans,
     without_passes,
 )
 from lightning_autoparallel.cli.bench.measurements import Contender, Job, Measurement, RankResult, Runs, combine
@@ -38,6 +39,7 @@ from lightning_autoparallel.passes import all_passes
 CONFIG = {
     "against": "ddp",
     "passes": False,
+    "plans": "",
     "processes": None,
     "steps": 4,
     "warmup": 1,
@@ -87,6 +89,18 @@ def test_each_pass_that_is_on_is_switched_off_in_turn_and_all_at_once():
     ]
 
 
+def test_plans_are_contenders_of_this_strategy():
+    plans = with_plans("auto, ddp,auto")
+    assert [(one.name, one.kind, one.overrides) for one in plans] == [
+        ("plan auto", "autoparallel", {"plan": "auto"}),
+        ("plan ddp", "autoparallel", {"plan": "ddp"}),
+    ]
+    names = [contender.name for contender in bench_options(CONFIG | {"against": "ddp", "plans": "fsdp"}).contenders]
+    assert names == ["autoparallel", "plan fsdp", "ddp"]
+    with pytest.raises(ConfigError, match=r"--plans names .dpp.*ddp"):
+        with_plans("dpp")
+
+
 def test_passes_are_those_of_the_package():
     options = bench_options(CONFIG | {"against": "", "passes": True})
     names = [f"without {graph_pass.name}" for graph_pass in all_passes()]
@@ -101,7 +115,7 @@ def test_passes_are_those_of_the_package():
     [
         ({"against": "ddp,fsdp"}, "did you mean 'fsdp2'"),
         ({"against": "horovod"}, "names are ddp, fsdp2"),
-        ({"against": ""}, "--against ddp,fsdp2 or --passes"),
+        ({"against": ""}, "--against ddp,fsdp2, --plans auto,ddp or --passes"),
         ({"steps": 0}, "--steps 0"),
         ({"rounds": 0}, "--rounds 0"),
         ({"warmup": 0}, "the first step compiles"),
