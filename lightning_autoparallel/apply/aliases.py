@@ -16,6 +16,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import CapturedGraph, Placements, ShardingPlan
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat.graph_modules import graph_module
 
 _ALIAS = torch.ops.aten.alias.default
 
@@ -34,7 +35,7 @@ def eliminate_alias_round_trips(captured: CapturedGraph, plan: ShardingPlan) -> 
         return captured, plan, 0
     graph = _rewired(captured.graph_module.graph, reads)
     gone = _erase_unread(graph)
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = graph_module(torch.nn.Module(), graph)
     nodes = {name: placement for name, placement in plan.nodes.items() if name not in gone}
     return dataclasses.replace(captured, graph_module=module), dataclasses.replace(plan, nodes=nodes), len(reads)
 

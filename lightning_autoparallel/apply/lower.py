@@ -18,6 +18,7 @@ from lightning_autoparallel.contracts import CapturedGraph, GraphOutput, Placeme
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.torch_compat import collectives
+from lightning_autoparallel.torch_compat.graph_modules import graph_module
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
 aten = torch.ops.aten
@@ -58,13 +59,12 @@ def lower_graph(captured: CapturedGraph, plan: ShardingPlan, ordered: OrderedAxi
     lowering = _Lowering(captured, plan, ordered)
     for node in captured.graph_module.graph.nodes:
         lowering.lower(node)
-    graph_module = fx.GraphModule(torch.nn.Module(), lowering.emitter.graph)
-    graph_module.graph.eliminate_dead_code()
-    graph_module.graph.lint()
-    graph_module.recompile()
+    module = graph_module(torch.nn.Module(), lowering.emitter.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
     return ShardedGraph(
         name=captured.name,
-        graph_module=graph_module,
+        graph_module=module,
         inputs=captured.inputs,
         outputs=captured.outputs,
         output_placements=plan.outputs,

@@ -8,6 +8,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import GraphCallable, PartitionedGraph
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.torch_compat.graph_modules import graph_module
 from lightning_autoparallel.torch_compat.inductor import compile_graph, find_cpp_compiler
 
 
@@ -48,21 +49,21 @@ def _saved_strides(
     return {name: stride for name, stride in zip(names, strides, strict=True) if stride is not None}
 
 
-def interpreted(graph_module: fx.GraphModule) -> GraphCallable:
+def interpreted(given: fx.GraphModule) -> GraphCallable:
     """A callable of the graph as it is, which empties the list that it is given.
 
     A caller's list, or a tuple of arguments, would keep every input alive until the graph has returned. Here inputs are
     taken out of the list, and each is freed after its last use, as any other value.
     """
     graph = fx.Graph()
-    given = graph.placeholder("given")
+    arguments = graph.placeholder("given")
     taken = {
-        node: graph.call_function(_take, (given, index), name=node.name)
-        for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
+        node: graph.call_function(_take, (arguments, index), name=node.name)
+        for index, node in enumerate(given.graph.find_nodes(op="placeholder"))
     }
-    graph.output(graph.graph_copy(graph_module.graph, taken))
-    run = fx.GraphModule(graph_module, graph).forward
-    return lambda arguments: run(arguments)
+    graph.output(graph.graph_copy(given.graph, taken))
+    module = graph_module(given, graph)
+    return lambda arguments: module.forward(arguments)
 
 
 def _take(given: list[Any], index: int) -> Any:

@@ -11,6 +11,7 @@ from lightning_autoparallel.compile.backward_order import backward_order
 from lightning_autoparallel.compile.decide import decide
 from lightning_autoparallel.contracts import CheckpointFunction, PartitionedGraph, ShardedGraph
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat.graph_modules import graph_module
 
 
 def partition_graph(
@@ -106,4 +107,4 @@ class _Partition:
 
 def _module(graph: fx.Graph) -> fx.GraphModule:
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(torch.nn.Module(), graph)

@@ -21,6 +21,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.torch_compat import rank_operators as ranked
 from lightning_autoparallel.torch_compat.collectives import ALL_TO_ALL
+from lightning_autoparallel.torch_compat.graph_modules import graph_module
 
 aten = torch.ops.aten
 
@@ -38,13 +39,13 @@ def specialize_partitioned(partitioned: PartitionedGraph, place_of: PlaceOf) -> 
     )
 
 
-def _specialized(graph_module: fx.GraphModule, place_of: PlaceOf) -> fx.GraphModule:
-    if not any(node.target in _WRITERS for node in graph_module.graph.nodes):
-        return graph_module
+def _specialized(given: fx.GraphModule, place_of: PlaceOf) -> fx.GraphModule:
+    if not any(node.target in _WRITERS for node in given.graph.nodes):
+        return given
     graph = fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
+    graph.output(graph.graph_copy(given.graph, {}))
     specialize(graph, place_of)
-    return fx.GraphModule(graph_module, graph)
+    return graph_module(given, graph)
 
 
 def specialize(graph: fx.Graph, place_of: PlaceOf) -> None:

@@ -86,7 +86,7 @@ def _launching_passes(
 
 
 def _preview(
-    known: dict[str, Timeline],
+    known: dict[tuple[tuple[str, ...], ...], Timeline],
     later: Callable[[SurroundingsOf | None], Sequence[GraphPass]],
     costs: CostModel,
     surroundings: SurroundingsOf | None,
@@ -96,19 +96,22 @@ def _preview(
 ) -> Timeline:
     """The timeline of ``asked``, which is ``graph`` or a rewritten copy of it, as later passes will leave it.
 
-    ``known`` keeps them: what one pass has chosen is what the next one starts from.
+    ``known`` keeps them, by what is called in which order: what one pass has chosen is what the next one starts from.
+    A copy is rewritten further.
     """
-    text = str(asked)
-    if text in known:
-        return known[text]
+    called = tuple((node.name, *(argument.name for argument in node.all_input_nodes)) for node in asked.nodes)
+    if called in known:
+        return known[called]
     around = None if surroundings is None else surroundings(graph)
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(asked, {}))
+    copied = asked
+    if asked is graph:
+        copied = fx.Graph()
+        copied.output(copied.graph_copy(asked, {}))
     for graph_pass in later(None if around is None else lambda _: around):
         if graph_pass.name not in disabled:
             graph_pass.run(copied)
-    known[text] = costs.timeline(copied)
-    return known[text]
+    known[called] = costs.timeline(copied)
+    return known[called]
 
 
 def all_passes() -> tuple[GraphPass, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lightning_autoparallel.artifacts import ArtifactWriter
-from lightning_autoparallel.contracts import PassReport
+from lightning_autoparallel.contracts import CollectiveTable, PassReport
 from lightning_autoparallel.errors import BrokenGraphError, PassError
 from lightning_autoparallel.fx.nodes import count_collectives
 
@@ -50,11 +50,13 @@ def run_passes(
     Raises:
         PassError: a pass left a graph that does not lint.
     """
-    reports = []
+    reports: list[PassReport] = []
+    collectives: CollectiveTable = count_collectives(graph_module.graph, axes_by_group)
     for graph_pass in passes:
         if graph_pass.name not in disabled:
             begins(graph_pass.name)
-            reports.append(_run_one(graph_module, graph_name, graph_pass, axes_by_group, artifacts))
+            reports.append(_run_one(graph_module, graph_name, graph_pass, axes_by_group, artifacts, collectives))
+            collectives = reports[-1].after
     graph_module.recompile()  # passes and dumps read the graph only
     return tuple(reports)
 
@@ -65,9 +67,10 @@ def _run_one(
     graph_pass: GraphPass,
     axes_by_group: Mapping[str, str],
     artifacts: ArtifactWriter,
+    before: CollectiveTable,
 ) -> PassReport:
     graph = graph_module.graph
-    before, nodes_before = count_collectives(graph, axes_by_group), len(graph.nodes)
+    nodes_before = len(graph.nodes)
     artifacts.graph(f"{graph_name}/{graph_pass.name}.before", graph_module)
     start = time.perf_counter()
     notes = graph_pass.run(graph)

@@ -255,6 +255,7 @@ class StepEngine:
         leaves: Sequence[tuple[str, Any]],
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
+        planned: StepRequest | None = None,  # what a plan was found for
     ) -> Variant:
         state = self._call_state(call) if call.local else self._module_state()
         key = (call.name, layout, state, frozenset(self._waiting(call)))
@@ -271,9 +272,9 @@ class StepEngine:
                     find_plan(self.context, request, step_forecast, moving, self.layouts)
                 self.context.found.remember(self.module)
                 self._place_anew()
-                return self._variant(call, layout, leaves, rebuild, counters)
+                return self._variant(call, layout, leaves, rebuild, counters, request)
             try:
-                known.append(self._capture(call, layout, leaves, rebuild, counters, known))
+                known.append(self._capture(call, layout, leaves, rebuild, counters, known, planned))
             except OverBudgetError as over:
                 self.context.found.reopen(over)
                 return self._variant(call, layout, leaves, rebuild, counters)
@@ -330,9 +331,10 @@ class StepEngine:
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
         known: list[Variant],
+        planned: StepRequest | None = None,
     ) -> Variant:
         counts = self._say_capture(call, layout, known)
-        request = self.request(call, layout, leaves, rebuild, counters)
+        request = planned or self.request(call, layout, leaves, rebuild, counters)
         with errors_of_the_step():
             step = build_step(request, self.context, waiting := self._waiting(call))
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, Explanation, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, Explanation, PartitionedGraph, PassReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
 
 if TYPE_CHECKING:
@@ -34,14 +34,26 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewrittenStep:
+    """What passes have made of a planned step on this rank; ``warnings`` are yet to be said, ``timings`` in seconds."""
+
+    partitioned: PartitionedGraph
+    passes: tuple[PassReport, ...]
+    warnings: tuple[str, ...]
+    timings: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """What a step takes after the passes: ``time_us`` with the optimizer's, None where a cost is unknown.
 
-    ``peak_bytes`` are those beside parameters and the optimizer's state.
+    ``peak_bytes`` are those beside parameters and the optimizer's state. ``step`` is what was looked at, where it may
+    be taken as it is: then every rank has it.
     """
 
     time_us: float | None
     peak_bytes: float
+    step: RewrittenStep | None = None
 
 
 StepForecast = Callable[[CapturedGraph, ShardingPlan, "StageContext", CostModel], Forecast]

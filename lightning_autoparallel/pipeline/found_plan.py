@@ -25,7 +25,14 @@ from lightning_autoparallel.errors import AutoParallelError, ConfigError, Infeas
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.mesh import ParallelMesh
-from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, StepForecast, choice_note, fastest
+from lightning_autoparallel.pipeline.fastest_plan import (
+    Answer,
+    Contender,
+    RewrittenStep,
+    StepForecast,
+    choice_note,
+    fastest,
+)
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
 from lightning_autoparallel.pipeline.predict import cost_model, stored_bytes
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
@@ -51,6 +58,16 @@ class OverBudgetError(InfeasiblePlanError):
     taken_bytes: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldStep:
+    """What a ``request`` was captured as while its plan was found, and what passes made of that, if they were asked."""
+
+    request: StepRequest
+    captured: CapturedGraph
+    capture_seconds: float
+    step: RewrittenStep | None
+
+
 @dataclass
 class FoundPlan:
     """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
@@ -74,6 +91,12 @@ class FoundPlan:
     pins: tuple[PlanRule, ...] = ()
     from_checkpoint: Mapping[str, Any] | None = None
     explain: Callable[[str], Explanation] | None = None
+    held: HeldStep | None = None
+
+    def take_held(self, request: StepRequest) -> HeldStep | None:
+        """What is known of this very request, once: then it is let go of, like that of any other."""
+        held, self.held = self.held, None
+        return held if held is not None and held.request is request else None
 
     def asked(self, configured: PlanSpec) -> PlanSpec:
         """What is asked for, with what must stay where it is."""
@@ -180,7 +203,7 @@ def find_plan(
     error: Exception | None = None
     captured: CapturedGraph | None = None
     try:
-        with context.progress.stage(f"capture {request.name}, to find its plan"):
+        with context.progress.stage(f"capture {request.name}, to find its plan") as capturing:
             captured = capture_step(request)
         if context.config.explain is not None:
             matching(captured, context.config.explain)
@@ -203,7 +226,8 @@ def find_plan(
     with context.progress.stage(f"find a plan for {request.name}"):
         for policy in policies:
             try:
-                _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
+                step = _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
+                found.held = HeldStep(request=request, captured=captured, capture_seconds=capturing.seconds, step=step)
                 return
             except Exception as error:
                 # Parameters lie as they did.
@@ -279,8 +303,8 @@ def _find_within(
     budget_bytes: float,
     step_forecast: StepForecast,
     layouts: Mapping[str, ParameterLayout],
-) -> None:
-    """The plan with this policy.
+) -> RewrittenStep | None:
+    """The plan with this policy; what passes make of its step, where they were asked.
 
     Raises:
         InfeasiblePlanError: there is none that fits.
@@ -297,7 +321,7 @@ def _find_within(
         plans = [_take(found, answer, captured, context, layouts) for answer in answers]
         found.predicted_bytes = kept_bytes(captured, plans[0]) + _most_bytes(captured)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
-            return
+            return None
         contenders, left_out = _through_passes(
             captured, context, costs, step_forecast, list(zip(answers, plans, strict=True))
         )
@@ -308,7 +332,7 @@ def _find_within(
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
             found.notes = (*found.notes, *choice_note(contenders, taken), *left_out, note)
-            return
+            return taken.forecast.step
         leanest = min(contenders, key=lambda each: each.needed_bytes)
         kept, peak, needed = leanest.kept_bytes, leanest.forecast.peak_bytes, leanest.needed_bytes
         if peak * reserved >= budget_bytes or room_bytes < 1:

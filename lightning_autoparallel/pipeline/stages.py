@@ -42,7 +42,7 @@ from lightning_autoparallel.passes import (
     split_passes,
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
-from lightning_autoparallel.pipeline.fastest_plan import Forecast
+from lightning_autoparallel.pipeline.fastest_plan import Forecast, RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, with_predictions
 from lightning_autoparallel.pipeline.progress import StageProgress
@@ -100,11 +100,15 @@ def build_step(
         ConfigError: the plan does not fit the mesh.
         PassError: ranks have different settings, or their graphs came out different.
     """
+    held = context.found.take_held(request)
     timings: dict[str, float] = {}
     clock = _clock(request.name, timings, context.progress)
-    captured, plan = _agreed_plan(request, context, clock)
+    captured, plan = _agreed_plan(request, context, clock, None if held is None else held.captured)
+    if held is not None:
+        timings["capture"] = held.capture_seconds
     plan = _waiting(plan, captured, waiting or {})
-    return finish_step(captured, plan, context, request.device, context.config.compile, timings)
+    rewritten = held.step if held is not None and not waiting else None
+    return finish_step(captured, plan, context, request.device, context.config.compile, timings, rewritten)
 
 
 def finish_step(
@@ -114,8 +118,11 @@ def finish_step(
     device: torch.device,
     compiles: bool,
     timings: dict[str, float] | None = None,
+    rewritten: RewrittenStep | None = None,
 ) -> CompiledStep:
     """The stages after the plan, which all ranks have agreed on; ``timings`` are those of the stages before.
+
+    Where passes have ``rewritten`` the step already, that is taken.
 
     Raises:
         ConfigError: the plan does not fit the mesh.
@@ -123,13 +130,15 @@ def finish_step(
     """
     timings = {} if timings is None else timings
     clock = _clock(captured.name, timings, context.progress)
-    with clock("apply"):
-        sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
-    with clock("passes"):
-        costs = cost_model(context.config, context.mesh, context.control)
-        partitioned, passes = _rewritten(sharded, context, costs, artifacts)
-        check_same_order(partitioned, context.control)
+    costs = cost_model(context.config, context.mesh, context.control)
+    if rewritten is None:
+        rewritten = _applied(captured, plan, context, costs, artifacts)
+    timings.update(rewritten.timings)
+    partitioned, passes = rewritten.partitioned, rewritten.passes
+    for message in rewritten.warnings:
+        context.warn_once(message)
+    check_same_order(partitioned, context.control)
     report = make_report(captured, partitioned, plan, passes, timings, context.mesh)
     report = replace(report, notes=(*report.notes, *plan.notes))
     with clock("predict"):
@@ -157,6 +166,36 @@ def finish_step(
     )
 
 
+def _applied(
+    captured: CapturedGraph,
+    plan: ShardingPlan,
+    context: StageContext,
+    costs: CostModel,
+    artifacts: ArtifactWriter,
+) -> RewrittenStep:
+    """The stages ``apply`` and ``passes``, with the partition; every rank calls it.
+
+    Raises:
+        PassError: ranks have different settings, or their graphs came out different.
+    """
+    timings: dict[str, float] = {}
+    warnings: list[str] = []
+    clock = _clock(captured.name, timings, context.progress)
+    error: Exception | None = None
+    sharded: ShardedGraph | None = None
+    try:
+        with clock("apply"):
+            sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    assert sharded is not None
+    with clock("passes"):
+        heard = replace(context, warn=warnings.append, told=set())
+        partitioned, passes = _rewritten(sharded, heard, costs, artifacts)
+    return RewrittenStep(partitioned=partitioned, passes=passes, warnings=tuple(warnings), timings=timings)
+
+
 def _explained(captured: CapturedGraph, plan: ShardingPlan, context: StageContext, pattern: str) -> Explanation:
     """Why what ``pattern`` matches is placed so.
 
@@ -174,24 +213,19 @@ def step_forecast(captured: CapturedGraph, plan: ShardingPlan, context: StageCon
     Raises:
         AutoParallelError: some rank cannot rewrite it.
     """
-    silent = replace(context, warn=lambda message: None, told=set(), progress=StageProgress())
+    silent = replace(context, progress=StageProgress())
+    step = _applied(captured, plan, silent, costs, ArtifactWriter(None))
     error: Exception | None = None
-    sharded: ShardedGraph | None = None
-    try:
-        sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    assert sharded is not None
-    partitioned, _ = _rewritten(sharded, silent, costs, ArtifactWriter(None))
     forecast: Forecast | None = None
     try:
-        forecast = forecast_of(captured, plan, partitioned, costs)
+        forecast = forecast_of(captured, plan, step.partitioned, costs)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
-    told: Forecast = context.control.gather(forecast)[0]
-    return told
+    told = context.control.gather((forecast, context.config.dump_dir is None))
+    first: Forecast = told[0][0]
+    # What is to be dumped is made once more, with its passes' graphs.
+    return replace(first, step=step) if all(is_quiet for _, is_quiet in told) else first
 
 
 def _waiting(plan: ShardingPlan, captured: CapturedGraph, waiting: Mapping[str, UnreducedLayout]) -> ShardingPlan:
@@ -306,14 +340,15 @@ def _clock(graph: str, timings: dict[str, float], progress: StageProgress) -> Cl
     return clock
 
 
-def _agreed_plan(request: StepRequest, context: StageContext, clock: Clock) -> tuple[CapturedGraph, ShardingPlan]:
-    """Capture and plan on every rank; an error, or a difference, of one rank is an error of all."""
+def _agreed_plan(
+    request: StepRequest, context: StageContext, clock: Clock, captured: CapturedGraph | None = None
+) -> tuple[CapturedGraph, ShardingPlan]:
+    """Capture, unless that was done, and plan; an error, or a difference, of one rank is an error of all."""
     error: Exception | None = None
-    captured: CapturedGraph | None = None
     plan: ShardingPlan | None = None
     try:
         with clock("capture"):
-            captured = capture_step(request)
+            captured = captured or capture_step(request)
         with clock("plan"):
             plan = _plan(captured, context)
     except Exception as caught:  # raised again below, once every rank knows

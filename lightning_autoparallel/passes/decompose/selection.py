@@ -26,7 +26,7 @@ from lightning_autoparallel.passes.scheduling.calls import changes_inputs
 
 Found = Gather | Scatter
 # The timeline of the second graph, which is the first or a rewritten copy of it, as it will be once the passes behind
-# have run. Neither changes.
+# have run. The first does not change; a copy is of no use afterwards.
 Preview = Callable[[fx.Graph, fx.Graph], Timeline]
 
 _OF_PARAMETERS = "a parameter's gather may start early, and its gradient's reduction end late"
@@ -115,7 +115,8 @@ class _Chooser:
         if not hopeful:
             return self._notes()
         before = self._preview(graph, graph)
-        passing = [node for node, times in hopeful if self._is_worth_it(node, times, before)]
+        launched = {event.name for event in before.events}
+        passing = [node for node, times in hopeful if self._is_worth_it(node, times, before, launched)]
         if not passing:
             return self._notes()
         tried = _copied(graph)
@@ -145,9 +146,8 @@ class _Chooser:
             else:
                 self._say(node, f"whole: {small}")
 
-    def _is_worth_it(self, node: fx.Node, times: Times, before: Timeline) -> bool:
-        names = {event.name for event in before.events}
-        if node.name not in names:
+    def _is_worth_it(self, node: fx.Node, times: Times, before: Timeline, launched: set[str]) -> bool:
+        if node.name not in launched:
             self._say(node, "whole: it shares a launch with others")
             return False
         return self._passes(node, times, before.stalls_us.get(node.name, 0.0), "")
