@@ -4,6 +4,7 @@ from lightning_autoparallel.compile.backend import check_compiler, lower_partiti
 from lightning_autoparallel.compile.dynamo_backend import autoparallel_backend
 from lightning_autoparallel.compile.partition import partition_graph
 from lightning_autoparallel.compile.retrace import retraceable
+from lightning_autoparallel.compile.saved_values import saved_values
 from lightning_autoparallel.compile.specialize import specialize, specialize_partitioned
 from lightning_autoparallel.compile.step_runner import run_step
 
@@ -14,6 +15,7 @@ __all__ = [
     "partition_graph",
     "retraceable",
     "run_step",
+    "saved_values",
     "specialize",
     "specialize_partitioned",
 ]

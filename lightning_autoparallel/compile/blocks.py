@@ -17,7 +17,8 @@ from lightning_autoparallel.fx import nodes as fxn
 
 aten = torch.ops.aten
 
-MATMULS = {aten.mm.default, aten.addmm.default, aten.convolution.default}
+# An einsum is a product that is not written as one yet (``apply.einsum_form``).
+MATMULS = {aten.mm.default, aten.addmm.default, aten.einsum.default, aten.convolution.default}
 _PRODUCTS = MATMULS | {aten.bmm.default, aten.baddbmm.default}
 
 _ALIKE = 0.5  # siblings share at least this part of their submodules' names

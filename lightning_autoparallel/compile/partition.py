@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from lightning_autoparallel.compile.backward_order import backward_order
+from lightning_autoparallel.compile.backward_order import BackwardOrder, backward_order
 from lightning_autoparallel.compile.decide import decide
 from lightning_autoparallel.contracts import CheckpointFunction, PartitionedGraph, ShardedGraph
 from lightning_autoparallel.fx import nodes as fxn
@@ -34,6 +34,18 @@ def partition_graph(
     if not sharded.has_backward:
         return PartitionedGraph(sharded=sharded, forward=sharded.graph_module, backward=None)
     return _Partition(sharded, reshard_after_forward, activation_checkpointing, warn).split()
+
+
+def read_by_backward(
+    sharded: ShardedGraph, reshard_after_forward: bool, activation_checkpointing: str | CheckpointFunction
+) -> tuple[fx.Node, ...]:
+    """The forward's calls whose values the backward reads, as ``partition_graph`` decides it.
+
+    Raises:
+        ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.
+    """
+    partition = _Partition(sharded, reshard_after_forward, activation_checkpointing, lambda message: None)
+    return tuple(node for node in partition.order().saved if node.op != "placeholder")
 
 
 class _Partition:
@@ -63,8 +75,7 @@ class _Partition:
 
     def split(self) -> PartitionedGraph:
         """The two graphs; the forward returns its results, then the saved values that are not inputs."""
-        needed = fxn.with_ancestors(self._gradients) - self._forward
-        order = backward_order(self._nodes, needed, self._gradients, self._tangents, self._is_recomputed)
+        order = self.order()
         inputs = [node for node in order.saved if node.op == "placeholder"]
         values = [node for node in order.saved if node.op != "placeholder"]
         assert self._forward.issuperset(values), "the backward reads what is of neither half"
@@ -77,6 +88,11 @@ class _Partition:
             saved_values=len(values),
             decisions={node.name: decision for node, decision in self._decisions.items()},
         )
+
+    def order(self) -> BackwardOrder:
+        """What the backward calls, and reads of the forward."""
+        needed = fxn.with_ancestors(self._gradients) - self._forward
+        return backward_order(self._nodes, needed, self._gradients, self._tangents, self._is_recomputed)
 
     def _make_forward(self, saved: list[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()

@@ -28,7 +28,17 @@ class StepMemory:
     @property
     def peak_bytes(self) -> int:
         """The larger of both peaks."""
-        return max(half.peak_bytes for half in (self.forward, self.backward) if half is not None)
+        return self._fuller.peak_bytes
+
+    @property
+    def largest(self) -> tuple[MemoryShare, ...]:
+        """The three largest storages that are alive there."""
+        return tuple(sorted(self._fuller.contributors, key=lambda share: -share.size_bytes)[:3])
+
+    @property
+    def _fuller(self) -> MemoryTimeline:
+        halves = [half for half in (self.forward, self.backward) if half is not None]
+        return max(halves, key=lambda half: half.peak_bytes)
 
 
 def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int = 1) -> StepMemory:

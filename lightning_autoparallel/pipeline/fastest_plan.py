@@ -5,12 +5,20 @@ Every rank takes every plan through the passes, which make process groups togeth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, Explanation, PartitionedGraph, PassReport, ShardingPlan
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    Explanation,
+    MemoryShare,
+    PartitionedGraph,
+    PassReport,
+    ShardingPlan,
+)
 from lightning_autoparallel.cost import CostModel
 
 if TYPE_CHECKING:
@@ -21,12 +29,16 @@ _ALIKE = 1.005  # as fast: then the one that takes less memory
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it."""
+    """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it.
+
+    ``stays_bytes`` are on a rank through a step, by the solver's reckoning; infinite where no solver has looked at it.
+    """
 
     spec: PlanSpec
     document: Mapping[str, Any]
     notes: tuple[str, ...]
     explain: Callable[[str], Explanation] | None = None
+    stays_bytes: float = math.inf
 
     def to_tell(self) -> Answer:
         """What other ranks are told."""
@@ -47,13 +59,15 @@ class RewrittenStep:
 class Forecast:
     """What a step takes after the passes: ``time_us`` with the optimizer's, None where a cost is unknown.
 
-    ``peak_bytes`` are those beside parameters and the optimizer's state. ``step`` is what was looked at, where it may
+    ``peak_bytes`` are those beside parameters and the optimizer's state, ``largest`` the values that take most of
+    them. ``step`` is what was looked at, where it may
     be taken as it is: then every rank has it.
     """
 
     time_us: float | None
     peak_bytes: float
     step: RewrittenStep | None = None
+    largest: tuple[MemoryShare, ...] = ()
 
 
 StepForecast = Callable[[CapturedGraph, ShardingPlan, "StageContext", CostModel], Forecast]

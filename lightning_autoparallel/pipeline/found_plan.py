@@ -7,9 +7,8 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from glob import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,11 @@ from torch import nn
 
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
-from lightning_autoparallel.config import AUTO, STORED, PlanRule, PlanSpec
+from lightning_autoparallel.compile import saved_values
+from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.errors import AutoParallelError, ConfigError, InfeasiblePlanError
-from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import (
     Answer,
@@ -34,10 +32,11 @@ from lightning_autoparallel.pipeline.fastest_plan import (
     fastest,
 )
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
-from lightning_autoparallel.pipeline.predict import cost_model, stored_bytes
+from lightning_autoparallel.pipeline.predict import cost_model
+from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
+from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
-from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -46,10 +45,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
 _USABLE = 0.9  # of a device's memory
-_COPIES, _WITH_GRADIENTS = 3, 4 / 3  # AdamW keeps two moments of a parameter; a gradient is as large
 _A_LITTLE_MORE = 1.01  # than what is missing: then it ends
 _ROUNDS = 4
-_SHOWN = 5  # names in a note
 
 
 class OverBudgetError(InfeasiblePlanError):
@@ -249,52 +246,6 @@ def _settings(context: StageContext, costs: CostModel) -> dict[str, object]:
     }
 
 
-def staying(
-    context: StageContext,
-    followers: Mapping[str, tuple[str, ...] | None],
-    layouts: Mapping[str, ParameterLayout],
-) -> tuple[PlanRule, ...]:
-    """Rules that leave what cannot follow where it lies, on whichever rank it is; every rank calls it."""
-    told = context.control.gather(followers)
-    names = {name for of_rank in told for name in of_rank}
-    everywhere = {name for name in names if len(said := {of_rank.get(name) for of_rank in told}) > 1 or None in said}
-    pins = []
-    for name in (name for name in layouts if name in everywhere):
-        layout = layouts[name]
-        lies = zip(layout.axes, layout.placements, strict=True)
-        texts = tuple((one, placement_text(placement)) for axis, placement in lies for one in axis.mesh_axes)
-        pins.append(PlanRule(key=f"{STORED}:{name}", kind=STORED, pattern=escape(name), placements=texts))
-        # What computes with a part of it would have it cut in another order.
-        rules = [rule for rule in context.config.plan.rules if rule.kind == "parameter"]
-        free = [axis for axis in layout.axes if rule_placement(rules, name, layout.shape, axis) is None]
-        whole = tuple((one, "R") for axis in free for one in axis.mesh_axes if not axis.shards_batch)
-        if whole:
-            pins.append(PlanRule(key=name, kind="parameter", pattern=escape(name), placements=whole))
-    return tuple(pins)
-
-
-def _told(pins: Sequence[PlanRule]) -> tuple[str, ...]:
-    if not pins:
-        return ()
-    names = [rule.key.removeprefix(f"{STORED}:") for rule in pins if rule.kind == STORED]
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return (
-        f"plan auto: {shown} stay where they were before the first step: something holds their memory (as p.data that "
-        "was taken), an optimizer's state of another shape could not follow, or not all ranks have a gradient of them",
-    )
-
-
-def _check_staying(plan: ShardingPlan, pins: Sequence[PlanRule], layouts: Mapping[str, ParameterLayout]) -> None:
-    for rule in pins:
-        name = rule.key.removeprefix(f"{STORED}:")
-        if rule.kind == STORED and name in plan.parameters and plan.parameters[name] != layouts[name].placements:
-            raise ConfigError(
-                f"plan auto would move {name} from {layouts[name].placements} to {plan.parameters[name]}, but "
-                "something holds its memory (as p.data that was taken before the first step) and could not follow, or "
-                "not all ranks have a gradient of it: let go of it, or name a plan"
-            )
-
-
 def _find_within(
     captured: CapturedGraph,
     context: StageContext,
@@ -310,16 +261,24 @@ def _find_within(
         InfeasiblePlanError: there is none that fits.
     """
     found, room_bytes = context.found, budget_bytes
+    saved = saved_values(captured, context.config.reshard_after_forward, policy)
+    seen: list[PlanSpec] = []
+    over: InfeasiblePlanError | None = None
     found.policy = policy
     found.question = Question.of(found.asked(context.config.plan), context.mesh, costs, found.budget_bytes, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     reserved = 1 + (costs.hardware.reserved_share or 0.0)
     while True:
-        context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for parameters")
-        answers = _found(captured, context, costs, room_bytes, held)
+        context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for what stays")
+        try:
+            answers = _found(captured, context, costs, room_bytes, held, saved)
+        except InfeasiblePlanError as error:
+            raise (over or error) from error
+        if over is not None and answers[0].spec in seen:
+            raise over
         held = None
         plans = [_take(found, answer, captured, context, layouts) for answer in answers]
-        found.predicted_bytes = kept_bytes(captured, plans[0]) + _most_bytes(captured)
+        found.predicted_bytes = kept_bytes(captured, plans[0]) + most_bytes(captured)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return None
         contenders, left_out = _through_passes(
@@ -333,15 +292,15 @@ def _find_within(
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
             found.notes = (*found.notes, *choice_note(contenders, taken), *left_out, note)
             return taken.forecast.step
+        seen += [answer.spec for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
-        kept, peak, needed = leanest.kept_bytes, leanest.forecast.peak_bytes, leanest.needed_bytes
-        if peak * reserved >= budget_bytes or room_bytes < 1:
-            raise InfeasiblePlanError(
-                f"activations, gradients and what is gathered take {peak * reserved / 2**30:.3g} GiB of a rank at the "
-                f"step's peak, of {budget_bytes / 2**30:.3g} that it may use: take fewer rows per rank "
-                "(accumulate_grad_batches), or have more recomputed"
-            )
-        room_bytes = min(room_bytes, kept * _WITH_GRADIENTS) - (needed - budget_bytes) * _A_LITTLE_MORE
+        plan = plans[[answer.spec for answer in answers].index(leanest.answer.spec)]
+        activations = saved_bytes(captured, plan, saved)
+        over = InfeasiblePlanError(why_over(captured, leanest, activations, reserved, budget_bytes))
+        over_bytes = leanest.needed_bytes - budget_bytes
+        room_bytes = min(room_bytes, leanest.answer.stays_bytes) - over_bytes * _A_LITTLE_MORE
+        if room_bytes < 1:
+            raise over
 
 
 def _through_passes(
@@ -381,40 +340,31 @@ def _take(
     found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
     plan = found.plan_of(captured, context.config.plan, context.mesh)
     assert plan is not None
-    _check_staying(plan, found.pins, layouts)
+    check_staying(plan, found.pins, layouts)
     return plan
 
 
-def _solved(captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float) -> tuple[Answer, ...]:
+def _solved(
+    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float, saved: Collection[str]
+) -> tuple[Answer, ...]:
     asked = context.found.asked(context.config.plan)
     explains = context.config.explain is not None
     plans = make_plans(
-        captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains
+        captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains, saved=saved
     )
     answers = []
     for plan in plans:
         assert plan.found is not None
         document = plan_document(captured, plan, plan.found, context.mesh)
-        notes = (*plan.notes, *_told(context.found.pins))
-        answers.append(Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain))
+        notes = (*plan.notes, *told_of_staying(context.found.pins))
+        answers.append(
+            Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
+        )
     return tuple(answers)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-
-
-def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:
-    """Of parameters, and of two moments of those that are trained, on one rank."""
-    trained = sum(stored_bytes(captured, plan, trained_only=True).values())
-    return sum(stored_bytes(captured, plan).values()) + (_COPIES - 1) * trained
-
-
-def _most_bytes(captured: CapturedGraph) -> float:
-    """More than a step can take: all that it ever makes, at once."""
-    nodes = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
-    made = [value for node in nodes if not fxn.is_getitem(node) for value in fxn.values(node) if value is not None]
-    return float(sum(map(fxn.size_bytes, made)))
 
 
 def _found(
@@ -423,6 +373,7 @@ def _found(
     costs: CostModel,
     room_bytes: float,
     held: Mapping[str, Any] | None,
+    saved: Collection[str],
 ) -> tuple[Answer, ...]:
     error: Exception | None = None
     found: tuple[Answer, ...] = ()
@@ -430,7 +381,7 @@ def _found(
         try:
             assert context.found.question is not None
             known = answer(held, context.found.question, captured)
-            found = (known,) if known is not None else _solved(captured, context, costs, room_bytes)
+            found = (known,) if known is not None else _solved(captured, context, costs, room_bytes, saved)
         except AutoParallelError as ours:
             error = ours
         except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan

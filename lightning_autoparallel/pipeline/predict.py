@@ -91,9 +91,9 @@ def forecast_of(
     try:
         graphs_us = sum(costs.timeline(graph_module.graph).time_us for graph_module in partitioned.graphs().values())
     except (UnsupportedOpError, ConfigError):
-        return Forecast(time_us=None, peak_bytes=memory.peak_bytes)
+        return Forecast(time_us=None, peak_bytes=memory.peak_bytes, largest=memory.largest)
     time_us = graphs_us + update_time_us(trained_bytes, costs.hardware)
-    return Forecast(time_us=time_us, peak_bytes=memory.peak_bytes)
+    return Forecast(time_us=time_us, peak_bytes=memory.peak_bytes, largest=memory.largest)
 
 
 def stored_bytes(captured: CapturedGraph, plan: ShardingPlan, trained_only: bool = False) -> dict[str, float]:

@@ -14,18 +14,18 @@ from torch import fx
 from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
-from lightning_autoparallel.plan.integer_programme import Solution, solve
+from lightning_autoparallel.plan.integer_programme import Solution
+from lightning_autoparallel.plan.memory_room import best_that_fits, check_room, leaner, stays_bytes
 from lightning_autoparallel.plan.other_plans import other_plans
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Problem
-from lightning_autoparallel.plan.solve import AxisProblem
+from lightning_autoparallel.plan.solve import AxisProblem, Producer
 
 Named = tuple[tuple[str, str], ...]  # axes and placements
 BASE = "fsdp"  # what parameters do that no rule names
@@ -49,6 +49,7 @@ class FoundAxis:
     parameters: Mapping[str, Lying]
     note: str
     search: Search
+    stays_bytes: float
 
 
 def find_axis(
@@ -59,28 +60,33 @@ def find_axis(
     fixed: Mapping[fx.Node, Candidate] | None = None,
     room_bytes: float = math.inf,
     with_others: bool = False,
+    saved: Sequence[Producer] = (),
 ) -> tuple[FoundAxis, ...]:
     """The best of all combinations on one axis, or of all ways to keep parameters where what calls do is ``fixed``.
 
-    ``with_others`` is followed by unlike ones that are nearly as good.
+    Of combinations that are as fast it is the one that takes least memory. ``with_others`` is followed by unlike ones
+    that are nearly as good.
 
     Raises:
-        InfeasiblePlanError: none goes together, or none leaves what stays on a rank in ``room_bytes``.
+        InfeasiblePlanError: none goes together, or none leaves what stays on a rank, with what is ``saved`` for the
+            backward, in ``room_bytes``.
     """
-    _check_room(free, room_bytes)
+    check_room(free, room_bytes)
     group = costs.groups[axis.group_name]
     times = AxisTimes(problem.graph, axis.size, problem.cut_already, group, costs.hardware)
     pins = {node: pin for node, pin in problem.pins.items() if node not in free}
     known = dataclasses.replace(problem, pins=pins)
-    choices = AxisChoices(known, times, free, fixed, room_bytes)
-    solution = solve(all_choices := choices.problem())
-    others = other_plans(choices, all_choices, solution.taken) if with_others else []
+    choices = AxisChoices(known, times, free, fixed, room_bytes, tuple(saved))
+    solution = best_that_fits(all_choices := choices.problem())
+    best = leaner(all_choices, solution)
+    others = other_plans(choices, all_choices, best) if with_others else []
     note = _note(axis, solution)
     return tuple(
         FoundAxis(
             choices=choices.chosen(taken) if fixed is None else fixed,
             parameters=choices.lying(taken),
             note=note,
+            stays_bytes=stays_bytes(all_choices, taken),
             search=Search(
                 choices=choices,
                 problem=all_choices,
@@ -88,27 +94,7 @@ def find_axis(
                 gap_us=max(all_choices.time_us(taken) - solution.bound_us, 0.0),
             ),
         )
-        for taken in (solution.taken, *others)
-    )
-
-
-def _check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None:
-    """Whether parameters fit however they lie.
-
-    Raises:
-        InfeasiblePlanError: they do not.
-    """
-    least = {parameter.name: min(way.size_bytes for way in parameter.ways) for parameter in free.values()}
-    if (total := sum(least.values())) <= room_bytes:
-        return
-    kinds: Counter[str] = Counter()
-    for name, size in least.items():
-        kinds[fxn.kind_of(name)] += int(size)
-    most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(3))
-    raise InfeasiblePlanError(
-        f"no plan fits: parameters, their gradients and two moments take at least {total / 2**30:.3g} GiB on a rank, "
-        f"shared out over all that divide them, and there is room for {room_bytes / 2**30:.3g} (most take {most}): "
-        f"{math.ceil(total / room_bytes)} times more ranks on dp_shard would hold them, or a larger memory_budget_gib"
+        for taken in (best, *others)
     )
 
 

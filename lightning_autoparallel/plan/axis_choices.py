@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
@@ -43,7 +43,7 @@ class AxisChoices:
     """The problem of an axis, and what its alternatives mean.
 
     ``free`` are placeholders that ``axis.pins`` does not fix. Where ``fixed`` says what every call does, parameters are
-    all that there is to choose. They may have ``room_bytes`` on a rank.
+    all that there is to choose. They, and what is ``saved`` for the backward, may have ``room_bytes`` on a rank.
     """
 
     axis: AxisProblem
@@ -51,6 +51,7 @@ class AxisChoices:
     free: Mapping[fx.Node, FreeParameter]
     fixed: Mapping[fx.Node, Candidate] | None = None
     room_bytes: float = math.inf
+    saved: tuple[Producer, ...] = ()
     tied: bool = True
     _candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
     _derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
@@ -164,12 +165,35 @@ class AxisChoices:
                     )
 
     def _limits(self) -> Iterator[Limit]:
-        if math.isinf(self.room_bytes):
-            return
+        """What stays on a rank: parameters with what is kept of them, and what the backward will read."""
         sizes: dict[int, tuple[float, ...]] = {}
         for node, parameter in self.free.items():
             _add(sizes, self._numbers[self._classes[node]], [way.size_bytes for way in parameter.ways])
-        yield Limit(name="what stays on a rank", sizes_bytes=sizes, most_bytes=self.room_bytes)
+        for producer in self.saved:
+            _add(sizes, self._numbers[self._classes[producer[0]]], self.saved_bytes(producer))
+        yield Limit(
+            name="what stays on a rank",
+            sizes_bytes=sizes,
+            most_bytes=self.room_bytes,
+            passing_bytes=tuple(self._passing()),
+        )
+
+    def saved_bytes(self, producer: Producer) -> list[float]:
+        """Of a value on a rank, for each alternative of the call that makes it."""
+        node, index = producer
+        size = self.axis.size_bytes(producer)
+        return [size / (self.times.size if is_shard(c.outputs[index]) else 1) for c in self._candidates[node]]
+
+    def _passing(self) -> Iterator[dict[int, tuple[float, ...]]]:
+        """Of each block, one for those that are tied: what is there of its parameters while it is computed."""
+        parts: dict[Part | None, dict[Class, fx.Node]] = defaultdict(dict)
+        for node in self.free:
+            parts[self._repeats.parts[node]].setdefault(self._classes[node], node)
+        for nodes in parts.values():
+            sizes: dict[int, tuple[float, ...]] = {}
+            for each, node in nodes.items():
+                _add(sizes, self._numbers[each], [way.passing_bytes for way in self.free[node].ways])
+            yield sizes
 
     def _parts(self) -> list[Part | None]:
         return list(dict.fromkeys(self._repeats.parts.values()))

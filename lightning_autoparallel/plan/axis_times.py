@@ -40,7 +40,8 @@ class AxisTimes:
     """Times on an axis of ``size`` ranks, where other axes have cut each output and argument into ``cuts`` parts."""
 
     def __init__(self, graph: fx.Graph, size: int, cuts: Cuts, group: GroupShape, hardware: HardwareSpec) -> None:
-        self._size, self._cuts, self._group, self._hardware = size, cuts, group, hardware
+        self.size = size
+        self._cuts, self._group, self._hardware = cuts, group, hardware
         self._kinds = {node: _kind(node) for node in graph.nodes}
         self._traffic = graph_traffic(graph, self._kinds)
 
@@ -54,7 +55,7 @@ class AxisTimes:
             return candidate.time_us
         placements = (*candidate.outputs, *candidate.inputs)
         before = self._cuts(node) or (1,) * len(placements)
-        own = [self._size if is_shard(placement) else 1 for placement in placements]
+        own = [self.size if is_shard(placement) else 1 for placement in placements]
         parts = [mine * other for mine, other in zip(own, before, strict=True)]
         share = 1 / (max(own, default=1) * max(before, default=1))
         moved = self._traffic[node] * _remaining(node, parts)
@@ -72,8 +73,8 @@ class AxisTimes:
         if kind == "impossible":
             return math.inf
         if kind == "slice":
-            return self._hardware.copy_time_us(size_bytes / self._size)
-        sent = size_bytes // self._size if kind == "all_to_all" else size_bytes
+            return self._hardware.copy_time_us(size_bytes / self.size)
+        sent = size_bytes // self.size if kind == "all_to_all" else size_bytes
         time_us = collective_time_us(kind, sent, self._group, self._hardware)
         products_us = 0.0
         if kind == "all_gather":
@@ -89,8 +90,8 @@ class AxisTimes:
         """
         if self._hardware.backend != "nccl":
             return math.inf
-        part_us = collective_time_us("permute", size_bytes // self._size, self._group, self._hardware)
-        return max(0.0, (self._size - 1) * part_us - products_us) + 2 * part_us
+        part_us = collective_time_us("permute", size_bytes // self.size, self._group, self._hardware)
+        return max(0.0, (self.size - 1) * part_us - products_us) + 2 * part_us
 
     def beside(self, node: fx.Node, index: int) -> Beside:
         """The products that make and that read an output of ``node``."""
@@ -101,7 +102,7 @@ class AxisTimes:
 
     def _least(self, product: fx.Node) -> float:
         """Of a product that every rank does its part of."""
-        parts = self._size * max(self._cuts(product), default=1)
+        parts = self.size * max(self._cuts(product), default=1)
         return share_time_us(product, self._kinds[product], self._traffic[product] / parts, 1 / parts, self._hardware)
 
 

@@ -9,7 +9,8 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
     sum over s of e[r, s, t] = sum of x[c', k] that want t          for each value, reader, t
     m[s, t] >= e[r, s, t]                                           for each value, reader, and pair that costs anything
     h >= sum of (sent - computed) * x                               for each overlap
-    sum of bytes * x <= most                                        for each limit, in shares of it
+    p >= sum of passing bytes * x                                   for each part of a limit, in shares of it
+    sum of bytes * x + p <= most                                    for each limit, in shares of it
     minimise  sum of times * x + sum of moves * m + sum of h
 
 Where one reader wants a value, m is e itself. With x integral, e and m are.
@@ -25,7 +26,7 @@ import highspy
 import numpy as np
 
 from lightning_autoparallel.errors import InfeasiblePlanError
-from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Reader, Value
+from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Reader, Sizes, Value
 
 GAP = 1e-3  # of the objective, to the bound that is proved
 
@@ -106,7 +107,8 @@ class _Programme:
         for overlap in problem.overlaps:
             self._overlap(overlap)
         for limit in problem.limits:
-            self._limit(limit)
+            if not math.isinf(limit.most_bytes):
+                self._limit(limit)
 
     @property
     def has_integers(self) -> bool:
@@ -150,11 +152,21 @@ class _Programme:
         self._row(0, math.inf, entries)
 
     def _limit(self, limit: Limit) -> None:
-        entries: dict[int, float] = defaultdict(float)
-        for choice, sizes in limit.sizes_bytes.items():
-            for k, column in self._alternatives[choice].items():
-                entries[column] += sizes[k] / limit.most_bytes
+        entries = self._shares(limit.sizes_bytes, limit.most_bytes)
+        if limit.passing_bytes:
+            passing = self._column(0.0)
+            entries[passing] = 1.0
+            for sizes in limit.passing_bytes:
+                shares = self._shares(sizes, limit.most_bytes)
+                self._row(0, math.inf, {passing: 1.0, **{column: -share for column, share in shares.items()}})
         self._row(-math.inf, 1.0, entries)
+
+    def _shares(self, sizes_bytes: Sizes, most_bytes: float) -> dict[int, float]:
+        entries: dict[int, float] = defaultdict(float)
+        for choice, sizes in sizes_bytes.items():
+            for k, column in self._alternatives[choice].items():
+                entries[column] += sizes[k] / most_bytes
+        return entries
 
     def _pairs(self, value: Value, reader: Reader, paying: bool) -> dict[tuple[int, int], int]:
         """Columns of what is made in one placement and wanted in another, and the rows that tie them to choices."""

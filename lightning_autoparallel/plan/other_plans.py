@@ -2,7 +2,8 @@
 
 The objective knows nothing of buckets, fused kernels or an order of launches. So the problem is solved again with all
 parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden behind
-computing. What takes more than ``_WITHIN`` of the best, or was found before, is dropped.
+computing. What takes more than ``_WITHIN`` of the best, or was found before, is dropped. Passes take time that grows
+with the graph: of large ones fewer are looked at.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from lightning_autoparallel.plan.parameter_alternatives import Lying
 from lightning_autoparallel.plan.problem import Overlap, Problem, restricted
 
 MOST = 2
+_MOST_NODES = 60_000  # of all plans together, which the passes go through in about a minute
 _WITHIN = 1.05  # of the best objective
 _TIME_LIMIT_S = 2.0
 
 
 def other_plans(choices: AxisChoices, problem: Problem, best: Sequence[int]) -> list[tuple[int, ...]]:
-    """The alternative of every choice in other plans, at most ``MOST``, the best of them first."""
+    """The alternative of every choice in other plans, the best first: ``MOST`` of them, one of a large graph."""
     most_us = problem.time_us(best) * _WITHIN
     seen = {_decided(choices, best)}
     found: list[tuple[float, tuple[int, ...]]] = []
@@ -36,7 +38,8 @@ def other_plans(choices: AxisChoices, problem: Problem, best: Sequence[int]) -> 
         if time_us <= most_us and problem.fits(taken) and _decided(choices, taken) not in seen:
             seen.add(_decided(choices, taken))
             found.append((time_us, taken))
-    return [taken for _, taken in sorted(found)[:MOST]]
+    most = min(MOST, max(_MOST_NODES // len(choices.nodes) - 1, 1))
+    return [taken for _, taken in sorted(found)[:most]]
 
 
 def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from lightning_autoparallel.plan.parameter_storage import rule_placement
 aten = torch.ops.aten
 SUM = Partial("sum")
 _COPIES = 4  # parameter, gradient, two moments
+_BLOCKS_AT_ONCE = 2  # that are gathered: one is computed with, the next one is under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,9 @@ class Lying:
 
     Its gradient ends as ``end``. ``update_us`` is the optimizer's time, and that of taking a rank's part of a gradient
     of which it has more; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
-    takes, to gather again and to reduce the gradient. ``size_bytes`` is what stays on a rank: the parameter, its
-    gradient, and what AdamW keeps of it.
+    takes, to gather again, where it reads the parameter, and to reduce the gradient. ``size_bytes`` is what stays on a
+    rank: the parameter, its gradient, and what AdamW keeps of it; ``passing_bytes`` is there beside that while its
+    block is computed.
     """
 
     computed: Placement
@@ -52,6 +54,7 @@ class Lying:
     gathered_us: float
     reduced_us: float
     size_bytes: float
+    passing_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +110,9 @@ class _Ways:
     def of(self, node: fx.Node, is_trained: bool) -> tuple[Lying, ...]:
         value = node.meta["val"]
         used_bytes = value.numel() * _computed_itemsize(node)
+        is_read_again = _is_read_backward(node)
         return tuple(
-            self._way(computed, stored, end, fxn.size_bytes(value), used_bytes, is_trained)
+            self._way(computed, stored, end, fxn.size_bytes(value), used_bytes, is_trained, is_read_again)
             for computed, stored in self._lyings(tuple(value.shape))
             for end in self._ends(computed, is_trained)
         )
@@ -169,6 +173,7 @@ class _Ways:
         size_bytes: float,
         used_bytes: float,
         is_trained: bool,
+        is_read_again: bool,
     ) -> Lying:
         own = self._axis.size if is_shard(computed) else 1
         own_axis = [] if self._axis.shards_batch else [self._axis]
@@ -182,8 +187,9 @@ class _Ways:
             end=end,
             update_us=self._update_us(kept_bytes, stored, end) if is_trained else 0.0,
             gathered_us=gathered_us,
-            reduced_us=gathered_us + reduced_us,
+            reduced_us=(gathered_us if is_read_again else 0.0) + reduced_us,
             size_bytes=kept_bytes * (_COPIES if is_trained else 1),
+            passing_bytes=_passing_bytes(size_bytes / own, used_bytes / own, kept_bytes, is_trained),
         )
 
     def _update_us(self, kept_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
@@ -212,6 +218,26 @@ class _Ways:
 
     def _in_order(self, axes: Sequence[PlanAxis]) -> list[PlanAxis]:
         return sorted(axes, key=lambda axis: self._mesh.spec.names.index(axis.mesh_axes[0]))
+
+
+def _is_read_backward(parameter: fx.Node) -> bool:
+    """Whether the backward reads it, or what follows from it alone: the table of a look-up is not gathered again."""
+    pending = [parameter]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if fxn.is_backward(user):
+                return True
+            if user.op == "call_function" and user.all_input_nodes == [node]:
+                pending.append(user)
+    return False
+
+
+def _passing_bytes(whole_bytes: float, used_bytes: float, kept_bytes: float, is_trained: bool) -> float:
+    """Of what is gathered: this block's and the next one's, and a gradient until it is scattered."""
+    if kept_bytes == whole_bytes:
+        return 0.0
+    return _BLOCKS_AT_ONCE * used_bytes + (whole_bytes - kept_bytes if is_trained else 0.0)
 
 
 def _computed_itemsize(node: fx.Node) -> int:

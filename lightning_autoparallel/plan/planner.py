@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -95,6 +95,7 @@ class _Planning:
     costs: CostModel | None
     room_bytes: float
     with_others: bool
+    saved: Collection[str]
 
     @property
     def rules(self) -> tuple[PlanRule, ...]:
@@ -133,12 +134,14 @@ def make_plans(
     computes_whole: bool = False,
     explains: bool = False,
     with_others: bool = True,
+    saved: Collection[str] = (),
 ) -> tuple[ShardingPlan, ...]:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
     What it finds is followed by others, unlike it and nearly as good, if it is to be; any other plan is one.
 
-    Of what it finds, parameters with their gradients and AdamW's moments have ``room_bytes`` on a rank. A plan that
+    Of what it finds, parameters with their gradients and AdamW's moments, what is ``saved`` for the backward (by names
+    of nodes), and what is gathered for a block at a time, have ``room_bytes`` on a rank. A plan that
     ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it. What was
     found ``explains`` itself if that is asked for, which keeps all that there was to choose from.
 
@@ -166,6 +169,7 @@ def make_plans(
         costs=costs if spec.base == AUTO else None,
         room_bytes=room_bytes,
         with_others=with_others,
+        saved=saved,
     )
     return tuple(_plan(planning, shapes, solved, found, explains) for solved, found in _solve_axes(planning))
 
@@ -191,6 +195,7 @@ def _plan(
         joint_axes=joint_axes(planning.axes, planning.mesh),
         found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
+        stays_bytes=math.inf if found is None else found.axis.stays_bytes,
         explain=partial(explain_found, found.explained) if found is not None and explains else None,
     )
 
@@ -254,6 +259,7 @@ def _find(
     every = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
     free = allowed_ways(every, planning.rules, planning.axes)
     problem = _axis_problem(planning, axis, position, others)
+    saved = tuple(producer_of(node) for node in problem.graph.nodes if node.name in planning.saved)
     return [
         _Found(
             axis=found,
@@ -267,7 +273,7 @@ def _find(
                 axis=axis,
             ),
         )
-        for found in find_axis(problem, axis, free, costs, fixed, planning.room_bytes, planning.with_others)
+        for found in find_axis(problem, axis, free, costs, fixed, planning.room_bytes, planning.with_others, saved)
     ]
 
 

@@ -79,17 +79,29 @@ class Overlap:
         return max(0.0, sent - sum(times[taken[choice]] for choice, times in self.computed_us.items()))
 
 
+Sizes = Mapping[int, tuple[float, ...]]  # bytes of each alternative, by number of a choice
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What a rank has room for: the sum of ``sizes_bytes``, of each alternative by number of a choice, at most."""
+    """What a rank has room for: the sum of ``sizes_bytes``, and the largest of ``passing_bytes``, at most.
+
+    The former stay through the step; of the latter, those of one part of it at a time.
+    """
 
     name: str
-    sizes_bytes: Mapping[int, tuple[float, ...]]
+    sizes_bytes: Sizes
     most_bytes: float
+    passing_bytes: tuple[Sizes, ...] = ()
 
     def size_bytes(self, taken: Sequence[int]) -> float:
         """Of what ``taken`` has, the alternative of every choice."""
-        return sum(sizes[taken[choice]] for choice, sizes in self.sizes_bytes.items())
+        passing = (_sum_of(sizes, taken) for sizes in self.passing_bytes)
+        return _sum_of(self.sizes_bytes, taken) + max(passing, default=0.0)
+
+
+def _sum_of(sizes_bytes: Sizes, taken: Sequence[int]) -> float:
+    return sum(sizes[taken[choice]] for choice, sizes in sizes_bytes.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +122,16 @@ class Problem:
         own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
         moved = sum(value.time_us(taken) for value in self.values)
         return own + moved + sum(overlap.time_us(taken) for overlap in self.overlaps)
+
+
+def priced(problem: Problem, us_per_byte: float) -> Problem:
+    """The problem where what stays on a rank has its price: of plans that are as fast, it prefers the lean."""
+    times = [list(choice.times_us) for choice in problem.choices]
+    for limit in problem.limits:
+        for number, sizes in limit.sizes_bytes.items():
+            times[number] = [time + us_per_byte * size for time, size in zip(times[number], sizes, strict=True)]
+    choices = tuple(replace(c, times_us=tuple(t)) for c, t in zip(problem.choices, times, strict=True))
+    return replace(problem, choices=choices)
 
 
 def restricted(problem: Problem, fixed: Fixed) -> Problem:

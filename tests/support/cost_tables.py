@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Value
+from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Sizes, Value
 
 Costs = NDArray[np.float64]
 
@@ -32,7 +33,7 @@ def tables(problem: Problem) -> list[Table]:
     own = [Table((number,), np.array(choice.times_us)) for number, choice in enumerate(problem.choices)]
     moved = [_of_value(value, sizes) for value in problem.values]
     shown = [_of_overlap(overlap, sizes) for overlap in problem.overlaps]
-    return [*own, *moved, *shown, *(_of_limit(limit, sizes) for limit in problem.limits)]
+    return [*own, *moved, *shown, *(_of_limit(limit, sizes) for limit in problem.limits if limit.most_bytes < math.inf)]
 
 
 def added(given: Iterable[Table]) -> Table:
@@ -79,11 +80,19 @@ def _of_overlap(overlap: Overlap, sizes: Sequence[int]) -> Table:
 
 
 def _of_limit(limit: Limit, sizes: Sequence[int]) -> Table:
-    scope = tuple(sorted(limit.sizes_bytes))
-    kept: Costs = np.zeros([sizes[number] for number in scope])
-    for number, size in limit.sizes_bytes.items():
-        kept = kept + _along(number, size, scope)
+    scope = tuple(sorted({*limit.sizes_bytes, *(number for part in limit.passing_bytes for number in part)}))
+    passing: Costs = np.zeros([sizes[number] for number in scope])
+    for part in limit.passing_bytes:
+        passing = np.maximum(passing, _bytes_of(part, scope))
+    kept = _bytes_of(limit.sizes_bytes, scope) + passing
     return Table(scope, np.where(kept > limit.most_bytes, np.inf, 0.0))
+
+
+def _bytes_of(given: Sizes, scope: Sequence[int]) -> Costs:
+    total: Costs = np.zeros((1,) * len(scope))
+    for number, size in given.items():
+        total = total + _along(number, size, scope)
+    return total
 
 
 def _along(number: int, entries: Sequence[float], scope: Sequence[int]) -> NDArray[np.float64] | NDArray[np.int64]:

@@ -54,11 +54,14 @@ def overlap(dice: random.Random, choices: list[Choice]) -> Overlap:
 
 def limit(dice: random.Random, choices: list[Choice]) -> Limit:
     """Whole bytes, so that what just fits does so exactly; sometimes there is no room however they lie."""
-    sizes = {
-        number: tuple(float(dice.randrange(10)) for _ in choices[number].times_us)
-        for number in dice.sample(range(CHOICES), 8)
-    }
-    return Limit(name="room", sizes_bytes=sizes, most_bytes=float(dice.randint(16, 34)))
+
+    def sizes(count: int) -> dict[int, tuple[float, ...]]:
+        chosen = dice.sample(range(CHOICES), count)
+        return {number: tuple(float(dice.randrange(10)) for _ in choices[number].times_us) for number in chosen}
+
+    passing = tuple(sizes(2) for _ in range(dice.randrange(3)))
+    most = float(dice.randint(16, 34) + 8 * bool(passing))
+    return Limit(name="room", sizes_bytes=sizes(8), most_bytes=most, passing_bytes=passing)
 
 
 def problem(seed: int, overlaps: int, limits: int) -> Problem:

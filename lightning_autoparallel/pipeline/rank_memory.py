@@ -1,0 +1,70 @@
+"""What a planned step takes of a rank's memory, by what it is for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import is_shard
+from lightning_autoparallel.pipeline.fastest_plan import Contender
+from lightning_autoparallel.pipeline.predict import stored_bytes
+
+COPIES = 3  # AdamW keeps two moments of a parameter
+_SHOWN = 3
+
+
+def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:
+    """Of parameters, and of two moments of those that are trained, on one rank."""
+    trained = sum(stored_bytes(captured, plan, trained_only=True).values())
+    return sum(stored_bytes(captured, plan).values()) + (COPIES - 1) * trained
+
+
+def most_bytes(captured: CapturedGraph) -> float:
+    """More than a step can take: all that it ever makes, at once."""
+    nodes = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+    made = [value for node in nodes if not fxn.is_getitem(node) for value in fxn.values(node) if value is not None]
+    return float(sum(map(fxn.size_bytes, made)))
+
+
+def saved_bytes(captured: CapturedGraph, plan: ShardingPlan, saved: Collection[str]) -> dict[str, float]:
+    """Bytes on a rank of each value that the backward reads, by the node that makes it."""
+    found = {}
+    for node in captured.graph_module.graph.nodes:
+        value = fxn.values(node)[0] if node.name in saved else None
+        if value is not None:
+            placements = plan.nodes[node.name].outputs[0] or ()
+            pairs = zip(placements, plan.axes, strict=False)
+            parts = math.prod(axis.size for placement, axis in pairs if is_shard(placement))
+            found[node.name] = fxn.size_bytes(value) / parts
+    return found
+
+
+def why_over(
+    captured: CapturedGraph,
+    leanest: Contender,
+    activations: Mapping[str, float],
+    reserved: float,
+    budget_bytes: float,
+) -> str:
+    """Why the plan that takes least is too large, and what would make room."""
+    kinds: Counter[str] = Counter()
+    for node in captured.graph_module.graph.nodes:
+        if node.name in activations:
+            path = fxn.module_path(node)
+            kinds[fxn.kind_of(path) if path else "the step itself"] += int(activations[node.name])
+    most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(_SHOWN))
+    shares = leanest.forecast.largest
+    largest = ", ".join(f"{share.name} of {share.module} {share.size_bytes / 2**30:.3g}" for share in shares)
+    remedy = "take fewer rows per rank (accumulate_grad_batches), or have more recomputed"
+    if shares and shares[0].size_bytes > budget_bytes:
+        remedy = "no plan makes the first of them smaller: other axes of the mesh (tp) may, or a smaller module"
+    total, peak = sum(activations.values()) * reserved, leanest.forecast.peak_bytes * reserved
+    return (
+        f"activations, gradients and what is gathered take {peak / 2**30:.3g} GiB of a rank at the step's peak, beside "
+        f"{leanest.kept_bytes * reserved / 2**30:.3g} of parameters and two moments, of {budget_bytes / 2**30:.3g} "
+        f"that it may use; what the backward reads is {total / 2**30:.3g} of it (most: {most}), the largest values are "
+        f"{largest}: {remedy}"
+    )
