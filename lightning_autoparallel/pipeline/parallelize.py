@@ -71,7 +71,7 @@ def parallelize(
     module: nn.Module,
     sample_args: tuple[Any, ...],
     mesh: MeshSpec | Mapping[str, int] | ParallelMesh,
-    plan: str | Mapping[str, Any] = "fsdp",
+    plan: str | Mapping[str, Any] = "auto",
     *,
     reshard_after_forward: bool = True,
     activation_checkpointing: str | CheckpointFunction = "none",

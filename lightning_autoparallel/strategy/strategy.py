@@ -123,7 +123,7 @@ class AutoParallelStrategy(SavingStrategy):
     def __init__(
         self,
         mesh: dict[str, int] | str | None = None,
-        plan: str | dict[str, Any] = "fsdp",
+        plan: str | dict[str, Any] = "auto",
         reshard_after_forward: bool = True,
         activation_checkpointing: str | CheckpointFunction = "none",
         compile: bool = True,
