@@ -4,7 +4,7 @@
 
 Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh rules written by
 hand and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each data-parallel
-rank of the recipe's mesh; other meshes share out the same rows. What does not fit the device's memory counts as no plan.
+rank of the recipe's mesh; other meshes share out the same rows. What does not fit the device's memory is no plan.
 """
 
 from __future__ import annotations

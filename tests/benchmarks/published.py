@@ -4,8 +4,8 @@
 
 Each case is planned by the subcommand `plan` in a process of its own, on `h100-96gb-500w` unless another hardware is
 given, by rules on tp. Published are tokens per second and GPU, and for two cases GiB that were reserved: sequences of
-8192, selective checkpointing, for 70B full, `torch.compile`; "async TP" sends gathers and scatters beside tensor-parallel products in
-parts (torchtitan, docs/performance.md and benchmarks/ of 2024-12 and 2025-06).
+8192, selective checkpointing, for 70B full, `torch.compile`; "async TP" sends gathers and scatters beside
+tensor-parallel products in parts (torchtitan, docs/performance.md and benchmarks/ of 2024-12 and 2025-06).
 """
 
 from __future__ import annotations
