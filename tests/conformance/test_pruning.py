@@ -99,7 +99,7 @@ def test_pruned_as_on_one_device(kind: str, mesh: str, folder: bool, worlds: Wor
 def prune_amid(mesh: Mapping[str, int] | None) -> dict[str, Any]:
     """Pruned after a validation, while gradients are added up."""
     torch.manual_seed(0)
-    module, strategy = Pruned(), make_strategy(mesh, {}) if mesh else None
+    module, strategy = Pruned(), make_strategy(mesh, {"plan": "fsdp"}) if mesh else None
     shards = (lambda: (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)) if strategy else None
     module.train_dataloader = module.val_dataloader = lambda: module.loader(*(shards() if shards else (0, 1)))
     module.validation_step = lambda batch, batch_idx: None
@@ -126,7 +126,7 @@ def prune_and_resume(mesh: Mapping[str, int] | None, path: str) -> dict[str, Any
     for resume_from in (None, f"{path}/epoch=0.ckpt"):
         torch.manual_seed(0)
         module = Pruned()
-        strategy = make_strategy(mesh, {"save_distributed_checkpoint": True}) if mesh else None
+        strategy = make_strategy(mesh, {"plan": "fsdp", "save_distributed_checkpoint": True}) if mesh else None
         module.train_dataloader = partial(_loader, module, strategy)
         weights = [(module.net[0], "weight"), (module.net[2], "weight")]
         pruning = ModelPruning("l1_unstructured", weights, amount=0.25, **STAY)
