@@ -149,7 +149,7 @@ class PlanSpec:
         ConfigError: an unknown base, or a rule that cannot be read.
     """
 
-    base: str = "fsdp"
+    base: str = "auto"
     rules: tuple[PlanRule, ...] = ()
     file: str | None = None
 
@@ -158,7 +158,7 @@ class PlanSpec:
 
     @classmethod
     def parse(cls, plan: str | Mapping[str, Any] | PlanSpec) -> PlanSpec:
-        """A plan as users write it: a name, ``{"base": ..., "rules": {...}}``, the rules alone (base fsdp), or a file.
+        """A plan as users write it: a name, ``{"base": ..., "rules": {...}}``, the rules alone (base auto), or a file.
 
         ``"order"`` beside ``"rules"`` holds for every rule that has none of its own.
         """
@@ -174,7 +174,7 @@ class PlanSpec:
                 raise ConfigError(f"plan key {key!r} is unknown: write {{base: ..., rules: {{...}}, order: [...]}}")
         order = _order(whole.get("order") or (), "plan")
         rules = tuple(_rule(str(key), value, order) for key, value in (whole.get("rules") or {}).items())
-        return cls(base=str(whole.get("base", "fsdp")), rules=rules)
+        return cls(base=str(whole.get("base", "auto")), rules=rules)
 
     @classmethod
     def _from_file(cls, path: str) -> PlanSpec:

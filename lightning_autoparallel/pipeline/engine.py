@@ -66,6 +66,7 @@ from lightning_autoparallel.pipeline.local_calls import (
     records_gradients,
 )
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
+from lightning_autoparallel.pipeline.same_order import check_same_plan
 from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_forecast
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
@@ -127,7 +128,9 @@ class StepEngine:
         Raises:
             ConfigError: a submodule on meta cannot initialise itself, one is lazy and has no parameters yet, or a rule
                 does not fit the module.
+            PassError: ranks have different plans.
         """
+        check_same_plan(self.context.config.plan, self.context.control)
         check_initialised(self.module)
         self.context.found.forget_others(self.module)
         self.layouts = self._planned_layouts()

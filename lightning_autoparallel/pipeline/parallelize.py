@@ -71,7 +71,7 @@ def parallelize(
     module: nn.Module,
     sample_args: tuple[Any, ...],
     mesh: MeshSpec | Mapping[str, int] | ParallelMesh,
-    plan: str | Mapping[str, Any] = "fsdp",
+    plan: str | Mapping[str, Any] = "auto",
     *,
     reshard_after_forward: bool = True,
     activation_checkpointing: str | CheckpointFunction = "none",
@@ -89,7 +89,7 @@ def parallelize(
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
-    with the batch in dim 0 is this rank's rows. ``activation_checkpointing`` and ``decompose_matmuls`` are as
+    with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing`` and ``decompose_matmuls`` are as
     AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta module.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
+from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, ShardingPlan
 from lightning_autoparallel.errors import CaptureError, PassError
 from lightning_autoparallel.fx import nodes as fxn
@@ -40,6 +41,15 @@ def check_same_settings(when: str, settings: Mapping[str, object], control: Cont
     _check(when, [f"{_SETTING}{name}\t{name} {value!r}" for name, value in settings.items()], control)
 
 
+def check_same_plan(plan: PlanSpec, control: ControlGroup) -> None:
+    """Compare the plans that ranks were given, before any of them places a parameter.
+
+    Raises:
+        PassError: some rank's plan is not that of rank 0; all ranks raise it.
+    """
+    check_same_settings("before parameters are placed", {"plan": plan.as_written()}, control)
+
+
 def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> None:
     """Compare the final graphs of all ranks: one small message where they are equal.
 
@@ -71,7 +81,7 @@ def _check(when: str, lines: list[str], control: ControlGroup) -> None:
 
 def _cause(node: str) -> str:
     same = (
-        "give all ranks the same configuration (disabled_passes, hardware, ranks_per_node, bucket_mb, "
+        "give all ranks the same configuration (plan, disabled_passes, hardware, ranks_per_node, bucket_mb, "
         "decompose_matmuls, activation_checkpointing, memory_budget_gib) and the same torch"
     )
     if node.startswith(_SETTING):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.config import AUTO, EngineConfig
 from lightning_autoparallel.contracts import LARGEST_SHOWN, GraphPrediction, MemoryShare, PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
 
@@ -37,8 +37,9 @@ def memory_note(
         parameters: of the module.
         optimizer_state: tensors that optimizers keep.
     """
+    found = config.plan.base == AUTO and any(name.startswith(step) and ":" not in name for name in reports)
     held = f"{format_bytes(local_bytes(parameters))} of parameters and {format_bytes(local_bytes(optimizer_state))} of "
-    lines = [f"autoparallel: this rank holds {held}optimizer state; {_remedy(config)} it needs less memory"]
+    lines = [f"autoparallel: this rank holds {held}optimizer state; {_remedy(config, found)} it needs less memory"]
     predictions = {
         f"{name} ({graph})": predicted
         for name, report in reports.items()
@@ -70,9 +71,15 @@ def _shown(share: MemoryShare) -> str:
     return f"{share.name} ({share.kind}{where})"
 
 
-def _remedy(config: EngineConfig) -> str:
-    if config.activation_checkpointing == "none":
-        return "with activation_checkpointing='full', or smaller batches (accumulate_grad_batches),"
+def _remedy(config: EngineConfig, found: bool) -> str:
+    recompute = "activation_checkpointing='full', " if config.activation_checkpointing == "none" else ""
+    if found:
+        return (
+            "with a smaller memory_budget_gib, by which plan 'auto' shares out more of the parameters, "
+            f"{recompute}or smaller batches (accumulate_grad_batches),"
+        )
+    if recompute:
+        return f"with {recompute}or smaller batches (accumulate_grad_batches),"
     return "with smaller batches (accumulate_grad_batches), or more ranks to share parameters out to,"
 
 

@@ -107,7 +107,7 @@ def plan(
     module: LightningModule,
     batch: Any,
     mesh: MeshSpec | Mapping[str, int] | str | None = None,
-    plan: str | Mapping[str, Any] = "fsdp",
+    plan: str | Mapping[str, Any] = "auto",
     *,
     world_size: int,
     ranks_per_node: int = 8,

@@ -63,10 +63,10 @@ class AutoParallelStrategy(SavingStrategy):
 
     Args:
         mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1.
-        plan: ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
-            ``dp_shard`` only, ``"ddp"`` replicates them; ``{"base": ..., "rules": {...}}`` adds rules for other axes;
-            the name of a ``.json`` file is a plan that was dumped. ``"auto"`` finds at the first training step where
-            parameters lie and how everything is computed; rules may say part of it.
+        plan: ``"auto"`` finds at the first training step where parameters lie and how everything is computed.
+            ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
+            ``dp_shard`` only, ``"ddp"`` replicates them. ``{"base": ..., "rules": {...}}`` adds rules, on top of
+            ``"auto"`` unless ``base`` names another; the name of a ``.json`` file is a plan that was dumped.
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
@@ -123,7 +123,7 @@ class AutoParallelStrategy(SavingStrategy):
     def __init__(
         self,
         mesh: dict[str, int] | str | None = None,
-        plan: str | dict[str, Any] = "fsdp",
+        plan: str | dict[str, Any] = "auto",
         reshard_after_forward: bool = True,
         activation_checkpointing: str | CheckpointFunction = "none",
         compile: bool = True,

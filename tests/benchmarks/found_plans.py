@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.found_plans [--hardware NAME] [--ranks N ...] [--recipes NAME ...] [--rows N]
 
-Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh its rules and
-`auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each data-parallel rank of
-the recipe's mesh; other meshes share out the same rows. What does not fit the device's memory counts as no plan.
+Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh rules written by
+hand and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each data-parallel
+rank of the recipe's mesh; other meshes share out the same rows. What does not fit the device's memory is no plan.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.plans import by_rules
+
 RECIPES = {"llama3/debug": 1, "llama3/1b": 1, "llama3/8b": 8, "llama3/70b": 8}  # tp of their meshes
 AUTO = "auto"
 
@@ -30,12 +32,13 @@ class Cell:
     recipe: str
     ranks: int
     mesh: Mapping[str, int]
-    plan: str | None  # None: the recipe's own rules
+    plan: str | None  # None: rules written by hand
     rows: int
 
     def arguments(self, hardware: str, output: Path) -> list[str]:
         """Of the subcommand."""
-        given = ["plan", "--config", self.recipe, "--world-size", str(self.ranks), "--output", str(output)]
+        config = by_rules(self.recipe) if self.plan is None else ["--config", self.recipe]
+        given = ["plan", *config, "--world-size", str(self.ranks), "--output", str(output)]
         given += ["--hardware", hardware, "--strategy.mesh", json.dumps(dict(self.mesh))]
         given += ["--data.init_args.batch_size", str(self.rows)]
         return given if self.plan is None else [*given, "--strategy.plan", self.plan]

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.published [--hardware NAME] [CASE ...]
 
 Each case is planned by the subcommand `plan` in a process of its own, on `h100-96gb-500w` unless another hardware is
-given. Published are tokens per second and GPU, and for two cases GiB that were reserved: sequences of 8192, selective
-checkpointing, for 70B full, `torch.compile`; "async TP" sends gathers and scatters beside tensor-parallel products in
-parts (torchtitan, docs/performance.md and benchmarks/ of 2024-12 and 2025-06).
+given, by rules on tp. Published are tokens per second and GPU, and for two cases GiB that were reserved: sequences of
+8192, selective checkpointing, for 70B full, `torch.compile`; "async TP" sends gathers and scatters beside
+tensor-parallel products in parts (torchtitan, docs/performance.md and benchmarks/ of 2024-12 and 2025-06).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.plans import by_rules
 
 HARDWARE = "h100-96gb-500w"
 WHOLE, IN_PARTS = ("--strategy.decompose_matmuls", "never"), ("--strategy.decompose_matmuls", "auto")
@@ -38,7 +40,7 @@ class Case:
     def arguments(self, hardware: str, output: Path) -> list[str]:
         """Of the subcommand."""
         return [
-            *("plan", "--config", self.recipe, "--world-size", str(self.ranks), "--hardware", hardware),
+            *("plan", *by_rules(self.recipe), "--world-size", str(self.ranks), "--hardware", hardware),
             *("--data.init_args.batch_size", str(self.rows), "--output", str(output), *self.options),
         ]
 

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.torch_scheduler [--world-size 64 --strategy.mesh '{dp_shard: 64}' ...]
 
 Takes the split graphs that `plan` makes of LLaMA-3 8B (2 sequences of 8192 per data-parallel rank, h100) for
-`{dp_shard: 64}` fsdp, `{dp_shard: 16, tp: 8}` with the recipe's rules and `{dp_replicate: 64}` ddp, or for the
+`{dp_shard: 64}` fsdp, `{dp_shard: 16, tp: 8}` with rules and `{dp_replicate: 64}` ddp, or for the
 arguments given. `neither` is the order of `prefetch_gathers` and `sink_waits` alone, from which all others start,
 `buckets` the same with `bucket_collectives`. Torch's `schedule_overlap_bucketing` (2.13) runs with this package's costs
 as its `custom_runtime_estimation` and `max_compute_prefetch=50`, its bucketing off and on, on graphs without and with
@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tests.support.plans import by_rules
 from tests.support.split_graphs import HalfFigures, SplitStep, with_split_step
 from tests.support.stock_overlap import schedule_as_torch
 
-RECIPE = ("--config", "llama3/8b", "--data.init_args.batch_size", "2", "--hardware", "h100")
+RECIPE = (*by_rules("llama3/8b"), "--data.init_args.batch_size", "2", "--hardware", "h100")
 CASES = (
     ("--world-size", "64", "--strategy.mesh", "{dp_shard: 64}", "--strategy.plan", "fsdp"),
     ("--world-size", "128", "--strategy.mesh", "{dp_shard: 16, tp: 8}"),

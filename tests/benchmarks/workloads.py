@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.plans import rules_of
+
 _STEPS = 200
 _DEBUG = Path(__file__).parents[2] / "recipes/llama3/debug.yaml"
 
@@ -144,7 +146,7 @@ _ENCODER_RULES = {
 
 def _debug() -> dict[str, Any]:
     sections = yaml.safe_load(_DEBUG.read_text())
-    return {key: sections[key] for key in ("model", "data")} | {"rules": sections["strategy"]["plan"]["rules"]}
+    return {key: sections[key] for key in ("model", "data")} | {"rules": rules_of("llama3/debug")}
 
 
 def _here(module: type[LightningModule], rules: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:

@@ -156,7 +156,7 @@ class Uncaptured(Accumulated):
 
 MESHES: dict[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
     "ddp": (2, MESH, {"plan": "ddp"}),
-    "fsdp": (2, MESH, {}),
+    "fsdp": (2, MESH, {"plan": "fsdp"}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {"plan": "hsdp"}),
     "tp": (
         4,

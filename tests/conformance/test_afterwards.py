@@ -55,7 +55,7 @@ def twice(mesh: Mapping[str, int] | None, leave_sharded: bool = False) -> dict[s
     """Fit, look, change a weight, validate, fit again with the same optimizer and Trainer's arguments."""
     torch.manual_seed(0)
     module, losses = Kept(), Losses()
-    strategy = make_strategy(mesh, {"leave_sharded": leave_sharded}) if mesh else None
+    strategy = make_strategy(mesh, {"plan": "fsdp", "leave_sharded": leave_sharded}) if mesh else None
     shards = (lambda: (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)) if strategy else None
     module.train_dataloader = module.val_dataloader = lambda: module.loader(*(shards() if shards else (0, 1)))
     ranks = dist.get_world_size() if mesh else 1
@@ -120,7 +120,7 @@ class FailsOnce(Run):
 
 def after_a_failure() -> tuple[set[type], set[type]]:
     """The types of parameters after a training that failed, and after the next one with the same strategy."""
-    module, strategy, found = FailsOnce(), make_strategy(MESHES["2"], {}), []
+    module, strategy, found = FailsOnce(), make_strategy(MESHES["2"], {"plan": "fsdp"}), []
     module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
     trainer = make_trainer(strategy, 2, max_steps=2, max_epochs=-1)
     for _ in range(2):

@@ -53,7 +53,7 @@ def fit(kind: str, mesh: Mapping[str, int] | None, path: str | None, resume: boo
     torch.manual_seed(0)
     # Stochastic averaging computes statistics anew with momentum=None, which reads their count: of a rank's rows then.
     module, losses = Averaged(batch_norm=kind != "stochastic"), Losses()
-    strategy = make_strategy(mesh, {"save_distributed_checkpoint": folder}) if mesh else None
+    strategy = make_strategy(mesh, {"plan": "fsdp", "save_distributed_checkpoint": folder}) if mesh else None
     module.train_dataloader = module.val_dataloader = lambda: module.loader(
         *((strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size) if strategy else (0, 1))
     )

@@ -123,10 +123,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 HOOKS = ("on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping")
 MESHES: dict[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
-    "fsdp": (2, MESH, {}),
+    "fsdp": (2, MESH, {"plan": "fsdp"}),
     "ddp": (2, MESH, {"plan": "ddp"}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {"plan": "hsdp"}),
-    "four": (4, {"dp_shard": 4}, {}),
+    "four": (4, {"dp_shard": 4}, {"plan": "fsdp"}),
     "forward": (2, MESH, {"capture": "forward"}),
 }
 

@@ -20,7 +20,7 @@ from tests.support.worlds import Worlds
 pytestmark = pytest.mark.conformance
 
 MESHES: dict[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
-    "fsdp": (2, MESH, {}),
+    "fsdp": (2, MESH, {"plan": "fsdp"}),
     "ddp": (2, MESH, {"plan": "ddp"}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {"plan": "hsdp"}),
     "tp": (

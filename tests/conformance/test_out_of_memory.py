@@ -28,7 +28,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "backward": (compiled_step, "_run_backward"),
     "optimizer": (torch.optim.SGD, "step"),
 }
-HELD = {0: 4 * (2500 * 6 + 2 * 5000 + 2), 1: 4 * (2500 * 6 + 1 * 5000 + 1)}  # of the parameters, by rank
+SHARDS = (4 * (2500 * 6 + 2 * 5000 + 2), 4 * (2500 * 6 + 1 * 5000 + 1))  # of the parameters, by rank
+HELD = {"fsdp": SHARDS, "auto": (4 * (5000 * 6 + 3 * 5000 + 3),) * 2}  # so small a module is found to lie whole
 
 
 class Wide(Net):
@@ -48,10 +49,11 @@ def run_out(*args: Any, closure: Any = None, **kwargs: Any) -> Any:
     return torch.empty(10**15)
 
 
-def fit(where: str, capture: str, ranks: tuple[int, ...]) -> tuple[str, str]:
+def fit(where: str, capture: str, plan: str, ranks: tuple[int, ...]) -> tuple[str, str]:
     """The error that ended the training when memory ran out on `ranks`: its type, and what is shown of it."""
     torch.manual_seed(0)
-    strategy, module = make_strategy(MESH, {"capture": capture, "timeout": timedelta(seconds=30)}), Wide()
+    options = {"capture": capture, "plan": plan, "timeout": timedelta(seconds=30)}
+    strategy, module = make_strategy(MESH, options), Wide()
     trainer = make_trainer(strategy, 2)
     module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
     owner, name = PLACES[where]
@@ -64,12 +66,17 @@ def fit(where: str, capture: str, ranks: tuple[int, ...]) -> tuple[str, str]:
     return "none", ""
 
 
+@pytest.mark.parametrize("plan", HELD)
 @pytest.mark.parametrize(("where", "capture"), tiered(CASES, lambda case: case == ("backward", "auto")))
-def test_the_error_adds_what_was_predicted(where: str, capture: str, worlds: Worlds) -> None:
-    for rank, (kind, shown) in enumerate(worlds(2).run(fit, where, capture, (0, 1))):
+def test_the_error_adds_what_was_predicted(where: str, capture: str, plan: str, worlds: Worlds) -> None:
+    found = plan == "auto" and capture == "auto"  # in forward mode none is
+    held = HELD["auto" if found else "fsdp"]
+    for rank, (kind, shown) in enumerate(worlds(2).run(fit, where, capture, plan, (0, 1))):
         assert kind == ["OutOfMemoryError", "RuntimeError"][rank]
         assert ["CUDA out of memory", "DefaultCPUAllocator"][rank] in shown
-        assert f"this rank holds {HELD[rank] / 1024:.1f} KiB of parameters and 0 B of optimizer state" in shown
+        assert f"this rank holds {held[rank] / 1024:.1f} KiB of parameters and 0 B of optimizer state" in shown
+        assert ("with a smaller memory_budget_gib, by which plan 'auto' shares out" in shown) == found
+        assert "activation_checkpointing='full', or smaller batches (accumulate_grad_batches), it needs less" in shown
         assert re.search(r"predicted for training_step.* \((forward|backward)\):\n  a peak of [\d.]+ KiB", shown)
         largest = re.findall(r"^  ([\d.]+) KiB: \S+ \(", shown, re.MULTILINE)
         assert f"{5000 * 6 * 4 / 1024:.1f}" in largest  # alone, and as a part of what is gathered together
@@ -77,7 +84,7 @@ def test_the_error_adds_what_was_predicted(where: str, capture: str, worlds: Wor
 
 
 def test_one_rank_alone(worlds: Worlds) -> None:
-    endings = worlds(2).endings(fit_or_raise, "forward", "auto", (1,))
+    endings = worlds(2).endings(fit_or_raise, "forward", "auto", "auto", (1,))
     assert "RuntimeError" in str(endings[1]) and "a peak of" in str(endings[1])
     assert "OtherRankError: rank 1 has failed: RuntimeError" in str(endings[0])
     assert "a peak of" not in str(endings[0])

@@ -56,6 +56,7 @@ class Looks(Callback):
 class Evaluating(Net):
     """Generates at the end of each epoch, and logs what came out."""
 
+    strategy: ClassVar = {"plan": "fsdp"}
     epochs = 2
 
     def __init__(self) -> None:

@@ -54,8 +54,9 @@ class MixedClippedFused(MixedClipped):
 
 
 class Scaled(Net):
-    """Float16 with a scaler that doubles its scale after two good steps; in one step one element overflows."""
+    """Float16 with a scaler that doubles its scale after two good steps; in one step one rank's element overflows."""
 
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
     steps = 8
     fused = False
 

@@ -96,10 +96,10 @@ def test_pruned_as_on_one_device(kind: str, mesh: str, folder: bool, worlds: Wor
             torch.testing.assert_close(found.get(state), expected.get(state), rtol=1e-9, atol=1e-11)
 
 
-def prune_amid(mesh: Mapping[str, int] | None) -> dict[str, Any]:
+def prune_amid(mesh: Mapping[str, int] | None, plan: str = "auto") -> dict[str, Any]:
     """Pruned after a validation, while gradients are added up."""
     torch.manual_seed(0)
-    module, strategy = Pruned(), make_strategy(mesh, {}) if mesh else None
+    module, strategy = Pruned(), make_strategy(mesh, {"plan": plan}) if mesh else None
     shards = (lambda: (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)) if strategy else None
     module.train_dataloader = module.val_dataloader = lambda: module.loader(*(shards() if shards else (0, 1)))
     module.validation_step = lambda batch, batch_idx: None
@@ -115,9 +115,10 @@ def prune_amid(mesh: Mapping[str, int] | None) -> dict[str, Any]:
     return dict(module.state_dict())
 
 
-def test_gradients_that_wait_are_kept(worlds: Worlds) -> None:
+@pytest.mark.parametrize("plan", ["fsdp", "auto"])
+def test_gradients_that_wait_are_kept(plan: str, worlds: Worlds) -> None:
     expected = prune_amid(None)
-    for found in worlds(2).run(prune_amid, MESHES["2"]):
+    for found in worlds(2).run(prune_amid, MESHES["2"], plan):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -126,7 +127,7 @@ def prune_and_resume(mesh: Mapping[str, int] | None, path: str) -> dict[str, Any
     for resume_from in (None, f"{path}/epoch=0.ckpt"):
         torch.manual_seed(0)
         module = Pruned()
-        strategy = make_strategy(mesh, {"save_distributed_checkpoint": True}) if mesh else None
+        strategy = make_strategy(mesh, {"plan": "fsdp", "save_distributed_checkpoint": True}) if mesh else None
         module.train_dataloader = partial(_loader, module, strategy)
         weights = [(module.net[0], "weight"), (module.net[2], "weight")]
         pruning = ModelPruning("l1_unstructured", weights, amount=0.25, **STAY)

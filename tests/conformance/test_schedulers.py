@@ -267,7 +267,7 @@ KINDS = (
     *(MadeInInit, MadeInSetup, MadeInInitAndHeld, Manual, Averaged, ChangesWeights),
 )
 MESHES: dict[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
-    "fsdp": (2, MESH, {}),
+    "fsdp": (2, MESH, {"plan": "fsdp"}),
     "ddp": (2, MESH, {"plan": "ddp"}),
     "forward": (2, MESH, {"capture": "forward"}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {"plan": "hsdp"}),
@@ -320,7 +320,7 @@ def resumed(path: str, folder: bool) -> dict[str, Any]:
 def _one_epoch(path: str, folder: bool, start: str | None) -> dict[str, Any]:
     torch.manual_seed(0)
     module = MadeInInitAndHeld()
-    strategy = make_strategy(MESH, {"save_distributed_checkpoint": folder})
+    strategy = make_strategy(MESH, {"plan": "fsdp", "save_distributed_checkpoint": folder})
     trainer = make_trainer(strategy, 2, max_epochs=1 if start is None else 2)
     module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
     trainer.fit(module, ckpt_path=start)

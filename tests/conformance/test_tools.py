@@ -34,6 +34,7 @@ TP: dict[str, Any] = {"plan": {"base": "fsdp", "rules": RULES}}
 class Norms(Net):
     """Norms of gradients, clipped afterwards, and numbers of single parameters; one weight has uneven shards."""
 
+    strategy: ClassVar = {"plan": "fsdp"}
     trainer_options: ClassVar = {"gradient_clip_val": 0.3}
 
     def on_before_optimizer_step(self, optimizer):

@@ -100,6 +100,10 @@ class WithoutReset(nn.Module):
         return x * self.scale
 
 
+class Sharded(Net):
+    strategy: ClassVar = {"plan": "fsdp"}
+
+
 class OnMeta(Net):
     def configure_model(self):
         with torch.device("meta"):
@@ -122,7 +126,7 @@ class OnMeta(Net):
             "ConfigError: module 'net.0' (WithoutReset) is on the meta device and has no reset_parameters(): its "
             "parameters cannot be initialised; add that method, or build the module on a real device",
         ),
-        (Net, {"dp_shard": 1, "tp": 2}, "plan 'fsdp' leaves mesh axis 'tp' of size 2 idle: it would compute"),
+        (Sharded, {"dp_shard": 1, "tp": 2}, "plan 'fsdp' leaves mesh axis 'tp' of size 2 idle: it would compute"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -135,25 +139,33 @@ class Compiled(Net):
     strategy: ClassVar = {"compile": True}
 
 
-def failure_of_settings(name: str, values: list[Any]) -> tuple[str, float]:
+def failure_of_settings(name: str, values: list[Any], plan: str = "auto") -> tuple[str, float]:
     """What a rank is told whose setting is its own of ``values``."""
-    own = type("Own", (Net,), {"strategy": {name: values[dist.get_rank()]}})
+    own = type("Own", (Net,), {"strategy": {"plan": plan, name: values[dist.get_rank()]}})
     return failure(own)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("disabled_passes", [[], ["fuse_chained_all_gathers"]]),
-        ("bucket_mb", [None, 5.0]),
-        ("hardware", [None, "h100"]),
-    ],
-)
+OWN_SETTINGS: list[tuple[str, str, list[Any], str]] = [
+    ("auto", "disabled_passes", [[], ["fuse_chained_all_gathers"]], "the passes"),
+    ("auto", "bucket_mb", [None, 5.0], "the passes"),
+    ("auto", "hardware", [None, "h100"], "a plan is found"),
+    ("auto", "memory_budget_gib", [None, 1.0], "a plan is found"),
+    ("auto", "activation_checkpointing", ["none", "full"], "a plan is found"),
+    ("fsdp", "disabled_passes", [[], ["fuse_chained_all_gathers"]], "the passes"),
+    ("fsdp", "bucket_mb", [None, 5.0], "the passes"),
+    ("fsdp", "hardware", [None, "h100"], "the passes"),
+    ("auto", "plan", ["auto", "fsdp"], "parameters are placed"),
+    ("fsdp", "plan", ["ddp", "auto"], "parameters are placed"),
+    ("auto", "plan", ["auto", {"net.0.weight": {"tp": "S(0)"}}], "parameters are placed"),
+]
+
+
+@pytest.mark.parametrize(("plan", "name", "values", "before"), OWN_SETTINGS)
 def test_settings_of_a_rank_alone_are_named_before_passes_can_wait_for_each_other(
-    name: str, values: list[Any], worlds: Worlds
+    plan: str, name: str, values: list[Any], before: str, worlds: Worlds
 ) -> None:
-    for text, seconds in worlds(2).run(failure_of_settings, name, values):
-        assert text.startswith("PassError: before the passes rank 1 differs at the setting ")
+    for text, seconds in worlds(2).run(failure_of_settings, name, values, plan):
+        assert text.startswith(f"PassError: before {before} rank 1 differs at the setting ")
         assert name in text.partition(" from rank 0")[0]
         assert seconds < 60
 

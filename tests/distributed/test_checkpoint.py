@@ -17,7 +17,7 @@ from tests.numerics.training import full
 from tests.support.worlds import Worlds
 
 HALF, ALL = 10, 20
-FOLDERS = {"save_distributed_checkpoint": True}
+FOLDERS = {"plan": "fsdp", "save_distributed_checkpoint": True}
 
 
 class Resumable(Net):

@@ -30,6 +30,7 @@ class Clipped(Net):
     """Rows that divide by nothing, scalars, frozen and unused parameters; every gradient is over the limit."""
 
     steps = 6
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
     trainer_options: ClassVar[Mapping[str, Any]] = {"gradient_clip_val": 0.1}
 
     def __init__(self) -> None:

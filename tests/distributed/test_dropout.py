@@ -106,14 +106,18 @@ class Given(Dropping):
 
 
 def _plan(**edges: str) -> Mapping[str, Any]:
-    return {"plan": {"rules": {**CUT, **{f"outputs:{name}": {"tp": placement} for name, placement in edges.items()}}}}
+    rules = {**CUT, **{f"outputs:{name}": {"tp": placement} for name, placement in edges.items()}}
+    return {"plan": {"base": "fsdp", "rules": rules}}
 
 
 class Whole(Dropping):
     """Both masks are whole on every tp rank."""
 
     strategy: ClassVar[Mapping[str, Any]] = {
-        "plan": {"rules": {"head.weight": {"tp": "S(1)"}, "outputs:inside": {"tp": "R"}, "outputs:after": {"tp": "R"}}}
+        "plan": {
+            "base": "fsdp",
+            "rules": {"head.weight": {"tp": "S(1)"}, "outputs:inside": {"tp": "R"}, "outputs:after": {"tp": "R"}},
+        }
     }
 
 
@@ -133,7 +137,7 @@ class AlongTheSequence(Dropping):
     """Along the sequence twice; no weight is cut."""
 
     strategy: ClassVar[Mapping[str, Any]] = {
-        "plan": {"rules": {"outputs:inside": {"tp": "S(1)"}, "outputs:after": {"tp": "S(1)"}}}
+        "plan": {"base": "fsdp", "rules": {"outputs:inside": {"tp": "S(1)"}, "outputs:after": {"tp": "S(1)"}}}
     }
 
 

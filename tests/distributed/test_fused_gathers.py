@@ -69,7 +69,8 @@ def train(folder: str) -> list[tuple[list[float], dict[str, int]]]:
     x = torch.randn(4, 4, 6, generator=generator)
     y = torch.randint(0, 4, (4, 4), generator=generator)
     rules: dict[str, Any] = {"first.*": {"tp": "S(0)"}, "second.weight": {"tp": "S(1)"}}
-    parallelize(Columns(), (x, y), AXES, rules, compile=False, dump_dir=folder)
+    plan = {"base": "fsdp", "rules": rules}
+    parallelize(Columns(), (x, y), AXES, plan, compile=False, dump_dir=folder)
     path = Path(folder) / "changed.json"
     if dist.get_rank() == 0:
         document = json.loads((Path(folder) / "forward_backward" / "plan.json").read_text())

@@ -57,7 +57,7 @@ def train(disabled: list[str], kind: type[TwoHeads] = TwoHeads) -> tuple[list[fl
     x = torch.randn(ROWS, 6, generator=generator)
     y = torch.randint(0, 5, (ROWS,), generator=generator)
     size = {"dp_shard": dist.get_world_size()}
-    parallel = parallelize(module, (x, y), size, compile=False, disabled_passes=disabled)
+    parallel = parallelize(module, (x, y), size, "fsdp", compile=False, disabled_passes=disabled)
     rank, size = dist.get_rank(), dist.get_world_size()
     losses = sgd_losses(parallel, STEPS, x.chunk(size)[rank], y.chunk(size)[rank])
     reports = {f"{report.name}/{report.graph}": report.notes for report in parallel.report.passes}

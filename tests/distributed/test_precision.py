@@ -235,7 +235,7 @@ class Communicated:
 def communicate(kind: type[Products], precision: str, disabled: list[str]) -> Communicated:
     torch.manual_seed(0)
     module, losses = kind(), Losses()
-    strategy = make_strategy(MESH, {"disabled_passes": disabled})
+    strategy = make_strategy(MESH, {"plan": "fsdp", "disabled_passes": disabled})
     trainer = make_trainer(strategy, 2, precision=precision, callbacks=[losses])
     trainer.fit(module, module.loader(torch.distributed.get_rank(), 2))
     report = strategy.reports["training_step"]
@@ -278,7 +278,7 @@ def test_casting_before_a_gather_changes_no_bit(worlds: Worlds) -> None:
 
 def passes_of(precision: str) -> dict[str, tuple[int, int]]:
     """All-gathered bytes before and after each pass over the joint graph."""
-    strategy = make_strategy(MESH, {})
+    strategy = make_strategy(MESH, {"plan": "fsdp"})
     trainer = make_trainer(strategy, 2, precision=precision)
     trainer.fit(Products(), Products().loader(torch.distributed.get_rank(), 2))
     return {

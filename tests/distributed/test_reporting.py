@@ -20,6 +20,8 @@ from tests.support.worlds import Worlds
 # what planning without a world must say too
 PLANNED = ("plan", "mesh", "forward", "backward", "parameters_bytes", "gradients_bytes", "parameters")
 STAGES = ("capture", "plan", "apply", "passes", "predict", "compile")
+# before them, where the plan is found: it is captured for that, and parameters move
+FOUND = {"fsdp": (), "auto": ("capture", "find", "move")}
 # what depends on the order of calls, which gloo changes, and on the device
 PREDICTED = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes", "largest_at_peak")
 
@@ -48,14 +50,14 @@ class Reported(Net):
         return self.dims
 
 
-def run(directory: str) -> tuple[Outcome, list[str]]:
+def run(directory: str, plan: str) -> tuple[Outcome, list[str]]:
     """One training with everything on, and what Lightning's logger was told."""
     told, logger = _Told(), logging.getLogger("lightning.pytorch")
     previous, level = logger.level, logging.DEBUG  # what takes less than 2 s is told to those who ask for details
     logger.addHandler(told)
     logger.setLevel(level)
     try:
-        kind = type("InDirectory", (Reported,), {"strategy": {"dump_dir": f"{directory}/dump"}})
+        kind = type("InDirectory", (Reported,), {"strategy": {"plan": plan, "dump_dir": f"{directory}/dump"}})
         kind.trainer_options = {"default_root_dir": directory}
         return train(kind, MESH), told.lines
     finally:
@@ -63,11 +65,11 @@ def run(directory: str) -> tuple[Outcome, list[str]]:
         logger.removeHandler(told)
 
 
-def planned_alone() -> dict[str, Any]:
+def planned_alone(name: str) -> dict[str, Any]:
     """What `plan` says of the same training, in this process."""
     (batch, *_) = Reported().batches()
     report = json.loads(
-        json.dumps(plan(Reported(), local_rows(batch, 0, 2), MESH, world_size=2, hardware="cpu").as_json())
+        json.dumps(plan(Reported(), local_rows(batch, 0, 2), MESH, name, world_size=2, hardware="cpu").as_json())
     )
     for parameter in report["parameters"].values():
         assert parameter["optimizer_bytes"] == 0  # plain SGD keeps nothing
@@ -118,14 +120,16 @@ def test_every_step_is_compared_with_the_variant_that_ran(kind: type[Net], world
     assert len(warned) == extra and all(warning.startswith(told) for warning in warned)
 
 
-def test_everything_is_reported(worlds: Worlds, tmp_path: Path):
-    (first, told), (second, told_there) = worlds(2).run(run, str(tmp_path))
+@pytest.mark.parametrize("name", FOUND)
+def test_everything_is_reported(name: str, worlds: Worlds, tmp_path: Path):
+    (first, told), (second, told_there) = worlds(2).run(run, str(tmp_path), name)
     assert first.extra == second.extra == ("dp_shard", "2")
 
     placing, *ours = [line for line in told if line.startswith("autoparallel: ")]
     assert placing.startswith("autoparallel: place parameters: ")
-    assert [line.split()[1] for line in ours[: len(STAGES)]] == list(STAGES)
-    assert ours[len(STAGES)].startswith("autoparallel: mesh {dp_shard: 2}, plan fsdp, collectives per step: ")
+    stages = (*FOUND[name], *STAGES)
+    assert [line.split()[1] for line in ours[: len(stages)]] == list(stages)
+    assert ours[len(stages)].startswith(f"autoparallel: mesh {{dp_shard: 2}}, plan {name}, collectives per step: ")
     assert not any(line.startswith("autoparallel: ") for line in told_there)
 
     launches = {row["autoparallel/launches/total"] for row in first.logged if "autoparallel/launches/total" in row}
@@ -135,7 +139,7 @@ def test_everything_is_reported(worlds: Worlds, tmp_path: Path):
     counted = sum(entry["count"] for table in tables for axes in table.values() for entry in axes.values())
     assert launches == {float(counted)}
     assert report["hardware"]["name"] == "cpu"
-    assert planned_alone() == without_predictions(report)
+    assert planned_alone(name) == without_predictions(report)
     assert any("autoparallel/peak_memory_bytes" in row for row in first.logged)
 
     dumped = {

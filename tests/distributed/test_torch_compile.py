@@ -38,7 +38,8 @@ class Language(nn.Module):
 def parallel_language() -> ParallelModule:
     torch.manual_seed(0)
     size = dist.get_world_size()
-    return parallelize(Language(), (torch.zeros(4 * size, 9, dtype=torch.long),), {"dp_shard": size}, compile=False)
+    sample = torch.zeros(4 * size, 9, dtype=torch.long)
+    return parallelize(Language(), (sample,), {"dp_shard": size}, "fsdp", compile=False)
 
 
 def tokens(step: int, rows: int = 4) -> Tensor:

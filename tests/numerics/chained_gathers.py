@@ -67,7 +67,7 @@ def llama_request(size: str, sequence: int, overrides: Mapping[str, Any]) -> Ste
 
 def write_plan(request: StepRequest, path: Path) -> None:
     """Store the changed plan of the step."""
-    spec = PlanSpec.parse(dict(RULES["llama3"]))
+    spec = PlanSpec.parse({"base": "fsdp", "rules": RULES["llama3"]})
     with fake_mesh() as mesh:
         captured = capture_step(request)
         document = plan_document(captured, make_plan(captured, spec, mesh, print), spec, mesh)

@@ -42,7 +42,7 @@ def main(layers: int, ranks: int, checkpointing: str = "none", rows: int = 2, se
     start = time.perf_counter()
     batch = [torch.zeros(rows * ranks, sequence, dtype=torch.long) for _ in range(2)]
     parallel = parallelize(
-        Language(layers), (*batch,), {"dp_shard": ranks}, compile=False, activation_checkpointing=checkpointing
+        Language(layers), (*batch,), {"dp_shard": ranks}, "fsdp", compile=False, activation_checkpointing=checkpointing
     )
     planned = time.perf_counter()
     first = Halves.of(first_partition(parallel))

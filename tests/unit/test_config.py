@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 
+from lightning_autoparallel import AutoParallelStrategy, parallelize, plan
 from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec, check_plan
 from lightning_autoparallel.errors import ConfigError
 
@@ -97,9 +99,16 @@ def test_a_plan_is_a_base_and_rules():
     assert PlanSpec.parse(plan) is plan
 
 
-def test_rules_alone_stand_on_fsdp():
+def test_a_plan_is_found_unless_one_is_named():
+    assert EngineConfig().plan.base == "auto"
+    for takes_a_plan in (AutoParallelStrategy, parallelize, plan):
+        assert inspect.signature(takes_a_plan).parameters["plan"].default == "auto"
+
+
+def test_rules_alone_lie_on_top_of_auto():
     plan = PlanSpec.parse({"*.weight": {"tp": "S(0)", "order": ["dp_shard", "tp"]}})
-    assert plan.base == "fsdp" and plan.rules[0].order == ("dp_shard", "tp")
+    assert plan.base == "auto" and plan.rules[0].order == ("dp_shard", "tp")
+    assert PlanSpec.parse({"rules": {"*.weight": {"tp": "S(0)"}}}).base == "auto"
 
 
 def test_an_order_for_all_rules_gives_way_to_a_rule_s_own():

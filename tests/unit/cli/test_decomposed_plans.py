@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_autoparallel.cli.main import main
+from tests.support.plans import by_rules
 
 # Over two nodes a transfer crosses the slower link, which a ring of all adapters does not.
 CASES = [("llama3/8b", 8), ("llama3/8b", 16), ("llama3/70b", 8), ("llama3/70b", 16)]
@@ -21,7 +22,7 @@ def _planned(recipe: str, ranks: int, when: str, patch: pytest.MonkeyPatch) -> d
     layers = ("--model.init_args.overrides", "{n_layers: 2}")
     patch.setattr(sys, "argv", ["lightning-autoparallel"])
     options = ("--output", "report.json", "--strategy.decompose_matmuls", when)
-    assert main(["plan", "--config", recipe, *mesh, *layers, *options]) == 0
+    assert main(["plan", *by_rules(recipe), *mesh, *layers, *options]) == 0
     report: dict[str, Any] = json.loads(Path("report.json").read_text())
     return report
 

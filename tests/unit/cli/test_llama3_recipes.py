@@ -11,6 +11,7 @@ import yaml
 
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.cli.recipes import recipe_folder, recipe_names
+from tests.support.plans import by_rules, rules_of
 
 RECIPES = [name for name in recipe_names(recipe_folder()) if name.startswith("llama3/")]
 SIZED = [name for name in RECIPES if name != "llama3/debug"]
@@ -31,8 +32,9 @@ def usual_ranks(name):
     return int(found[1]) if found else 4
 
 
-def planned(folder, name, ranks, *args):
-    assert main(["plan", "--config", name, "--world-size", str(ranks), "--output", "r.json", *args]) == 0
+def planned(folder, name, ranks, *args, rules=False):
+    recipe = by_rules(name) if rules else ["--config", name]
+    assert main(["plan", *recipe, "--world-size", str(ranks), "--output", "r.json", *args]) == 0
     return json.loads((folder / "r.json").read_text())
 
 
@@ -45,8 +47,17 @@ def test_every_recipe_parses(name, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", name, "--print_config"])
     assert exit_.value.code == 0
-    rules = yaml.safe_load(capsys.readouterr().out)["strategy"]["plan"]["rules"]
-    assert rules["*.attention.wo.weight"] == {"tp": "S(1)"}
+    assert yaml.safe_load(capsys.readouterr().out)["strategy"]["plan"] == "auto"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rules_lie_over_every_recipe(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *by_rules(name), "--print_config"])
+    assert exit_.value.code == 0
+    plan = yaml.safe_load(capsys.readouterr().out)["strategy"]["plan"]
+    assert plan == {"base": "fsdp", "rules": rules_of(name)}
+    assert plan["rules"]["*.attention.wo.weight"] == {"tp": "S(1)"}
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -71,7 +82,8 @@ def test_one_layer_of_every_recipe_plans_on_its_ranks(name, tmp_path, capsys):
 @pytest.mark.parametrize(("name", "tp"), [("llama3/8b", 8), ("llama3/1b", 4)])
 def test_no_rank_ever_holds_the_whole_vocabulary(name, tp, tmp_path, capsys):
     mesh = ["--strategy.mesh", f"{{dp_shard: 16, tp: {tp}}}"]
-    report = planned(tmp_path, name, 16 * tp, *mesh, "--model.init_args.overrides", "{n_layers: 1}", "--dump", "graphs")
+    options = ["--model.init_args.overrides", "{n_layers: 1}", "--dump", "graphs"]
+    report = planned(tmp_path, name, 16 * tp, *mesh, *options, rules=True)
     vocabulary = report["parameters"]["model.tok_embeddings.weight"]["shape"][0]
     for graph in ("forward", "backward"):
         text = (tmp_path / f"graphs/training_step/{graph}.py.txt").read_text()
@@ -82,6 +94,8 @@ def test_no_rank_ever_holds_the_whole_vocabulary(name, tp, tmp_path, capsys):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)  # 2 to 3 minutes where nothing else runs
+@pytest.mark.parametrize("rules", [True, False])
 @pytest.mark.parametrize("name", SIZED)
-def test_every_recipe_plans_whole(name, tmp_path, capsys):
-    assert planned(tmp_path, name, usual_ranks(name))["notes"] == []
+def test_every_recipe_plans_whole(name, rules, tmp_path, capsys):
+    notes = planned(tmp_path, name, usual_ranks(name), rules=rules)["notes"]
+    assert [note for note in notes if rules or not note.startswith("plan auto")] == []

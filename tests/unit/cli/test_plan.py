@@ -17,7 +17,7 @@ from lightning_autoparallel.models import Llama3Module
 from lightning_autoparallel.plan import read_plan
 
 RECIPE = {
-    "strategy": {"mesh": {"dp_shard": -1}},
+    "strategy": {"mesh": {"dp_shard": -1}, "plan": "fsdp"},
     "model": {"class_path": "lightning_autoparallel.models.Llama3Module", "init_args": {"size": "debug"}},
     "data": {
         "class_path": "lightning_autoparallel.models.TextDataModule",

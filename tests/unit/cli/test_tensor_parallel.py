@@ -1,4 +1,4 @@
-"""The 8B recipe on sixteen by eight ranks, two layers of it: each block's collectives are those written by hand.
+"""The 8B recipe by rules, on sixteen by eight ranks, two layers of it: a block's collectives are those written by hand.
 
 With the recipe's checkpointing the backward gathers the norms' results over tp once more, as Korthikanti et al. 2022
 ("Reducing activation recomputation in large transformer models", section 4.2.2) do; no reduction is repeated.
@@ -15,6 +15,7 @@ from lightning_autoparallel.cli import plan as plan_command
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.contracts import PlanReport
 from tests.support.hermetic import no_leaks
+from tests.support.plans import by_rules
 
 # Launches are attributed to the modules that asked for them before they are merged.
 ONE_BY_ONE = ("--strategy.disabled_passes", '["bucket_collectives"]', "--strategy.decompose_matmuls", "never")
@@ -29,7 +30,7 @@ def planned(tmp_path_factory, *options: str) -> PlanReport:
         patch.chdir(tmp_path_factory.mktemp("plan"))
         patch.setattr(sys, "argv", ["lightning-autoparallel"])
         patch.setattr(plan_command, "print_report", lambda report, seconds: kept.append(report))
-        arguments = ["--config", "llama3/8b", "--world-size", "128", "--strategy.mesh", "{dp_shard: 16, tp: 8}"]
+        arguments = [*by_rules("llama3/8b"), "--world-size", "128", "--strategy.mesh", "{dp_shard: 16, tp: 8}"]
         assert main(["plan", *arguments, "--model.init_args.overrides", "{n_layers: 2}", *options]) == 0
     return kept[0]
 

@@ -272,7 +272,7 @@ def test_both_partitions_launch_and_save_the_same(
 
 @pytest.fixture
 def results(fake_mesh: Callable[..., ParallelMesh], fresh_dynamo: None) -> ParallelModule:
-    return parallelize(Results(), (torch.zeros(4, 6, 8),), fake_mesh(dp_shard=2), compile=False)
+    return parallelize(Results(), (torch.zeros(4, 6, 8),), fake_mesh(dp_shard=2), "fsdp", compile=False)
 
 
 def partitions_of(function: Callable[[Tensor], Tensor]) -> Halves:

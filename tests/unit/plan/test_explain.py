@@ -80,7 +80,8 @@ def test_nothing_is_solved_beyond_the_cap(fake_mesh) -> None:
 def test_a_named_plan_names_rules_and_base(fake_mesh) -> None:
     mesh = fake_mesh(**MESH)
     graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2)
-    spec = PlanSpec.parse({"*.up.weight": {"tp": "S(0)"}, "stored:head*": {"dp_shard": "R"}})
+    rules = {"*.up.weight": {"tp": "S(0)"}, "stored:head*": {"dp_shard": "R"}}
+    spec = PlanSpec.parse({"base": "fsdp", "rules": rules})
     plan = make_plan(graph, spec, mesh, print)
     up = only(explain_rules(graph, plan, spec, "*.up.weight"))
     assert (up.what, up.count) == ("layers.*.up.weight", 3)

@@ -73,7 +73,7 @@ def test_replicas_are_reduced_after_shards(fake_mesh):
 def test_rules_of_other_modules_do_not_matter(fake_mesh):
     rules = {"linear.weight": {"tp": "S(0)"}, "linear.bias": {"tp": "S(0)"}, "elsewhere.*": {"tp": "S(0)"}}
     graph = sample()
-    plan = make_plan(graph, rules, fake_mesh(dp_shard=2, tp=2), print)
+    plan = make_plan(graph, {"base": "fsdp", "rules": rules}, fake_mesh(dp_shard=2, tp=2), print)
     first = next(node for node in graph.graph_module.graph.nodes if node.target is torch.ops.aten.mm.default)
     assert plan.nodes[first.name].outputs == ((R, S(1)),)
     (batch,) = [p for i, p in zip(graph.outputs, plan.outputs, strict=True) if i.of == "batch"]

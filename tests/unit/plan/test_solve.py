@@ -105,7 +105,7 @@ def test_a_cut_table_is_not_gathered_to_look_up_whole_rows(fake_mesh):
         return torch.tanh(hidden(table(tokens))).square().mean()
 
     graph = captured(module, torch.randint(0, 30, (4, 6)), step, shards=1)
-    plan = make_plan(graph, {"rules": rules}, fake_mesh(tp=2), refuse)
+    plan = make_plan(graph, {"base": "fsdp", "rules": rules}, fake_mesh(tp=2), refuse)
     assert outputs_of(graph, plan, aten.embedding.default) == [(P,)]
 
 
@@ -114,7 +114,7 @@ def test_a_layer_with_a_bias_is_cut_by_rows(fake_mesh, shape: tuple[int, ...]):
     """The bias is whole, and added to the reduced sum: once."""
     module = nn.Linear(16, 8)
     graph = captured(module, torch.randn(shape), lambda x: module(x).square().mean(), shards=1)
-    plan = make_plan(graph, {"rules": {"weight": {"tp": "S(1)"}}}, fake_mesh(tp=2), refuse)
+    plan = make_plan(graph, {"base": "fsdp", "rules": {"weight": {"tp": "S(1)"}}}, fake_mesh(tp=2), refuse)
     assert outputs_of(graph, plan, aten.mm.default if len(shape) == 2 else aten.einsum.default)[0] == (P,)
     assert not outputs_of(graph, plan, aten.add.Tensor)[0][0].is_partial()
 

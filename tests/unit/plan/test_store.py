@@ -25,7 +25,7 @@ def mlp(width: int = 12) -> nn.Module:
 @pytest.fixture
 def written(fake_mesh, tmp_path: Path):
     """A plan, what it was made from, and its file."""
-    spec, mesh = PlanSpec.parse(RULES), fake_mesh(dp_shard=2, tp=2)
+    spec, mesh = PlanSpec.parse({"base": "fsdp", "rules": RULES}), fake_mesh(dp_shard=2, tp=2)
     graph = captured(mlp(), X, shards=2)
     plan = make_plan(graph, spec, mesh, print)
     path = tmp_path / "plan.json"

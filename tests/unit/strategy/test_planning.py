@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_autoparallel import plan
-from lightning_autoparallel.errors import CaptureError, ConfigError
+from lightning_autoparallel.errors import CaptureError, ConfigError, InfeasiblePlanError
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
 
 BATCH = (torch.zeros(2, 64), torch.zeros(2, 32))
@@ -47,7 +47,7 @@ class Net(LightningModule):
 def planned(module=None, batch=BATCH, mesh=None, world_size=8, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return plan(module or Net(), batch, mesh, world_size=world_size, **options)
+        return plan(module or Net(), batch, mesh, world_size=world_size, **{"plan": "fsdp", **options})
 
 
 def counts(table):
@@ -107,6 +107,15 @@ def test_nothing_is_allocated():
     assert all(parameter.is_meta for parameter in module.parameters())
 
 
+def test_nothing_is_allocated_for_a_plan_that_is_not_there():
+    module = TooLarge()
+    batch = (torch.zeros(1, 2**20), torch.zeros(1, 32))
+    with pytest.raises(InfeasiblePlanError, match=r"take 4.1e\+03 GiB of a rank at the step's peak, of 67.1"):
+        planned(module, batch, world_size=1024, plan="auto")
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert not dist.is_initialized()
+
+
 def test_validation_is_planned_when_asked_for():
     module = Net()
     report = planned(module, inference=True)
@@ -145,14 +154,15 @@ class Foreign(Net):
         return torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "auto"])
 @pytest.mark.parametrize(
     ("module", "reason"),
     [(Closure, "a step of LBFGS"), (Broken, "no values here"), (Foreign, r"SGD holds a tensor of shape \(3,\)")],
 )
-def test_unknown_optimizer_state_is_no_number(module, reason):
-    report = planned(module())
+def test_unknown_optimizer_state_is_no_number(module, reason, name):
+    report = planned(module(), plan=name)
     assert report.optimizer_bytes is None and report.as_json()["optimizer_bytes"] is None
-    (note,) = report.notes
+    (note,) = [note for note in report.notes if not note.startswith("plan auto")]
     assert re.search(reason, note)
 
 
