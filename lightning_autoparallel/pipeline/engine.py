@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,6 +66,7 @@ from lightning_autoparallel.pipeline.local_calls import (
 )
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.same_order import check_same_plan
+from lightning_autoparallel.pipeline.seeds import generators_at
 from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_forecast
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
@@ -487,11 +487,7 @@ class StepEngine:
             yield
             return
         self.draws += 1
-        text = f"{self.seed} {self.draws} {self.context.mesh.data_parallel_rank}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+        with generators_at(f"{self.seed} {self.draws} {self.context.mesh.data_parallel_rank}", self.device):
             yield
 
 
