@@ -32,7 +32,6 @@ from lightning_autoparallel.apply import (
 )
 from lightning_autoparallel.capture import (
     BatchLayout,
-    Guard,
     ModuleStates,
     StepRequest,
     StepState,
@@ -64,6 +63,7 @@ from lightning_autoparallel.pipeline.local_calls import (
     named_state,
     records_gradients,
 )
+from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.same_order import check_same_plan
 from lightning_autoparallel.pipeline.seeds import generators_at
@@ -74,6 +74,7 @@ from lightning_autoparallel.pipeline.step_calls import (
     StepCall,
     StepResult,
     Variant,
+    decides_often,
     errors_of_the_step,
     static_leaves,
 )
@@ -96,6 +97,7 @@ class StepEngine:
     replacements: Replacements = field(default_factory=Replacements)
     deferred: DeferredGradients = field(init=False)
     optimizers: Callable[[], Iterable[Optimizer]] = tuple  # what keeps state of the parameters
+    stand_ins: Callable[[], Mapping[int, str]] = dict  # names of what optimizers have in parameters' place, by id
     placed: Callable[[], None] = lambda: None  # called when parameters lie elsewhere than before
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
@@ -272,7 +274,8 @@ class StepEngine:
                 with errors_of_the_step():
                     request = self.request(call, layout, leaves, rebuild, counters)
                     moving = followers(self.module, self.optimizers())
-                    find_plan(self.context, request, step_forecast, moving, self.layouts)
+                    state = optimizer_state(self.optimizers(), {**names_by_id(self.module), **self.stand_ins()})
+                    find_plan(self.context, request, step_forecast, moving, self.layouts, state)
                 self.context.found.remember(self.module)
                 self._place_anew()
                 return self._variant(call, layout, leaves, rebuild, counters, request)
@@ -453,7 +456,7 @@ class StepEngine:
         differences.sort(key=lambda found: not found.is_number)
         repeated = exact_repeats([variant.state.watcher.guards for variant in known])
         if repeated is not None:
-            raise TooManyCapturesError(_decides(repeated, len(known), call.name))
+            raise TooManyCapturesError(decides_often(repeated, len(known), call.name))
         numbers = {found.place.identity for found in differences if found.is_number and found.place is not None}
         fed = self._numbers.get(call.name, frozenset())
         self._numbers[call.name] = fed | numbers
@@ -470,7 +473,7 @@ class StepEngine:
             return True
         guards = [guard for variant in known for guard in variant.state.watcher.guards]
         if guards and len(known) > 1:
-            raise TooManyCapturesError(_decides(guards[0], limit, call.name))
+            raise TooManyCapturesError(decides_often(guards[0], limit, call.name))
         if differences:
             raise TooManyCapturesError(
                 f"{call.name} finds {differences[0]}: it differs at nearly every step, {limit} variants were captured"
@@ -489,10 +492,3 @@ class StepEngine:
         self.draws += 1
         with generators_at(f"{self.seed} {self.draws} {self.context.mesh.data_parallel_rank}", self.device):
             yield
-
-
-def _decides(guard: Guard, variants: int, name: str) -> str:
-    return (
-        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
-        "were captured; compute it on tensors, or raise max_captures"
-    )

@@ -21,6 +21,7 @@ from lightning_autoparallel.compile import saved_values
 from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import (
@@ -89,6 +90,7 @@ class FoundPlan:
     from_checkpoint: Mapping[str, Any] | None = None
     explain: Callable[[str], Explanation] | None = None
     held: HeldStep | None = None
+    state: OptimizerState = ADAMW
 
     def take_held(self, request: StepRequest) -> HeldStep | None:
         """What is known of this very request, once: then it is let go of, like that of any other."""
@@ -130,7 +132,7 @@ class FoundPlan:
         """
         if plan.found is None or report.predicted_peak_bytes is None:
             return
-        taken_bytes = kept_bytes(captured, plan) + report.predicted_peak_bytes
+        taken_bytes = kept_bytes(captured, plan, self.state) + report.predicted_peak_bytes
         if taken_bytes <= self.budget_bytes or not self.rounds:
             return
         error = OverBudgetError(
@@ -183,11 +185,13 @@ def find_plan(
     step_forecast: StepForecast,
     followers: Mapping[str, tuple[str, ...] | None] = MappingProxyType({}),
     layouts: Mapping[str, ParameterLayout] = MappingProxyType({}),
+    optimizers: tuple[OptimizerState, str | None] = (ADAMW, None),
 ) -> None:
     """Find the plan for a step, where ranks have agreed that they are about to capture it; every rank calls it alike.
 
     ``followers`` are what moves with each parameter. It is left where ``layouts`` have it if any rank says None, or
-    says otherwise than another: only what every rank has can be moved.
+    says otherwise than another: only what every rank has can be moved. ``optimizers`` are what rank 0's keep, or why
+    that is not known.
 
     Of several that the solver thinks good, it is the one that is fastest after the passes. What activations take is
     known then: where that leaves less room for parameters than they have, or recomputing more would leave more, it is
@@ -219,6 +223,9 @@ def find_plan(
     before = found.spec, found.document, found.notes, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, followers, layouts)
+    found.state, unknown = context.control.gather(optimizers)[0]
+    if unknown is not None:
+        context.warn_once(unknown)
     refused: list[str] = []
     with context.progress.stage(f"find a plan for {request.name}"):
         for policy in policies:
@@ -278,7 +285,7 @@ def _find_within(
             raise over
         held = None
         plans = [_take(found, answer, captured, context, layouts) for answer in answers]
-        found.predicted_bytes = kept_bytes(captured, plans[0]) + most_bytes(captured)
+        found.predicted_bytes = kept_bytes(captured, plans[0], found.state) + most_bytes(captured)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return None
         contenders, left_out = _through_passes(
@@ -323,7 +330,7 @@ def _through_passes(
                 raise
             left_out.append(f"plan auto: another plan was left out: {type(error).__name__}: {error}")
             continue
-        kept = kept_bytes(captured, plan)
+        kept = kept_bytes(captured, plan, context.found.state)
         needed = (kept + forecast.peak_bytes) * reserved
         contenders.append(Contender(answer=one, forecast=forecast, kept_bytes=kept, needed_bytes=needed))
     return contenders, left_out
@@ -348,9 +355,16 @@ def _solved(
     captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float, saved: Collection[str]
 ) -> tuple[Answer, ...]:
     asked = context.found.asked(context.config.plan)
-    explains = context.config.explain is not None
     plans = make_plans(
-        captured, asked, context.mesh, context.warn, costs=costs, room_bytes=room_bytes, explains=explains, saved=saved
+        captured,
+        asked,
+        context.mesh,
+        context.warn,
+        costs=costs,
+        room_bytes=room_bytes,
+        explains=context.config.explain is not None,
+        saved=saved,
+        state=context.found.state,
     )
     answers = []
     for plan in plans:

@@ -27,6 +27,11 @@ class OptimizerProbe:
         self._names: dict[int, str] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter they stand for
 
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The name of the parameter that each stand-in is there for, by the stand-in's id."""
+        return self._names
+
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Inside, the module's parameters are stand-ins of their global shapes; tied ones stay tied."""

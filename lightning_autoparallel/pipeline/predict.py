@@ -21,7 +21,7 @@ from lightning_autoparallel.contracts import (
 from lightning_autoparallel.cost import CostModel, HardwareSpec, hardware_from, mesh_groups
 from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
-from lightning_autoparallel.cost.optimizer import update_time_us
+from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState, update_time_us
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
@@ -79,21 +79,25 @@ def with_predictions(
 
 
 def forecast_of(
-    captured: CapturedGraph, plan: ShardingPlan, partitioned: PartitionedGraph, costs: CostModel
+    captured: CapturedGraph,
+    plan: ShardingPlan,
+    partitioned: PartitionedGraph,
+    costs: CostModel,
+    state: OptimizerState = ADAMW,
 ) -> Forecast:
-    """What a step takes whose passes are done, with an optimizer that moves what AdamW does.
+    """What a step takes whose passes are done, with optimizers that keep this ``state``.
 
     Raises:
         UnsupportedOpError: the memory of a value is unknown.
     """
     memory = predict_step_memory(partitioned)
-    trained_bytes = sum(stored_bytes(captured, plan, trained_only=True).values())
+    trained = stored_bytes(captured, plan, trained_only=True)
+    update_us = sum(update_time_us(size, costs.hardware, state.of(name)) for name, size in trained.items())
     try:
         graphs_us = sum(costs.timeline(graph_module.graph).time_us for graph_module in partitioned.graphs().values())
     except (UnsupportedOpError, ConfigError):
         return Forecast(time_us=None, peak_bytes=memory.peak_bytes, largest=memory.largest)
-    time_us = graphs_us + update_time_us(trained_bytes, costs.hardware)
-    return Forecast(time_us=time_us, peak_bytes=memory.peak_bytes, largest=memory.largest)
+    return Forecast(time_us=graphs_us + update_us, peak_bytes=memory.peak_bytes, largest=memory.largest)
 
 
 def stored_bytes(captured: CapturedGraph, plan: ShardingPlan, trained_only: bool = False) -> dict[str, float]:

@@ -7,19 +7,20 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.pipeline.fastest_plan import Contender
 from lightning_autoparallel.pipeline.predict import stored_bytes
 
-COPIES = 3  # AdamW keeps two moments of a parameter
 _SHOWN = 3
 
 
-def kept_bytes(captured: CapturedGraph, plan: ShardingPlan) -> float:
-    """Of parameters, and of two moments of those that are trained, on one rank."""
-    trained = sum(stored_bytes(captured, plan, trained_only=True).values())
-    return sum(stored_bytes(captured, plan).values()) + (COPIES - 1) * trained
+def kept_bytes(captured: CapturedGraph, plan: ShardingPlan, state: OptimizerState = ADAMW) -> float:
+    """Of parameters, and of the optimizer's state of those that are trained, on one rank."""
+    trained = stored_bytes(captured, plan, trained_only=True)
+    kept = sum(size * state.of(name) for name, size in trained.items())
+    return sum(stored_bytes(captured, plan).values()) + kept
 
 
 def most_bytes(captured: CapturedGraph) -> float:
@@ -64,7 +65,7 @@ def why_over(
     total, peak = sum(activations.values()) * reserved, leanest.forecast.peak_bytes * reserved
     return (
         f"activations, gradients and what is gathered take {peak / 2**30:.3g} GiB of a rank at the step's peak, beside "
-        f"{leanest.kept_bytes * reserved / 2**30:.3g} of parameters and two moments, of {budget_bytes / 2**30:.3g} "
-        f"that it may use; what the backward reads is {total / 2**30:.3g} of it (most: {most}), the largest values are "
-        f"{largest}: {remedy}"
+        f"{leanest.kept_bytes * reserved / 2**30:.3g} of parameters and the optimizer's state, of "
+        f"{budget_bytes / 2**30:.3g} that it may use; what the backward reads is {total / 2**30:.3g} of it (most: "
+        f"{most}), the largest values are {largest}: {remedy}"
     )

@@ -218,7 +218,7 @@ def step_forecast(captured: CapturedGraph, plan: ShardingPlan, context: StageCon
     error: Exception | None = None
     forecast: Forecast | None = None
     try:
-        forecast = forecast_of(captured, plan, step.partitioned, costs)
+        forecast = forecast_of(captured, plan, step.partitioned, costs, context.found.state)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)

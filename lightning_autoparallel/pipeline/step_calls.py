@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_autoparallel.apply import ParameterLayout, UnreducedLayout
-from lightning_autoparallel.capture import BatchLayout, StepEffects, StepState, Watcher, leaf_counters
+from lightning_autoparallel.capture import BatchLayout, Guard, StepEffects, StepState, Watcher, leaf_counters
 from lightning_autoparallel.contracts import CompiledStep
 from lightning_autoparallel.errors import AutoParallelError, StepFailedError
 
@@ -103,3 +103,11 @@ def errors_of_the_step() -> Iterator[None]:
         raise
     except Exception as error:
         raise StepFailedError(f"{type(error).__name__}: {error}") from error
+
+
+def decides_often(guard: Guard, variants: int, name: str) -> str:
+    """The error for a step of which another value of ``guard`` is another graph, again and again."""
+    return (
+        f"{guard.source} decides by `{guard.text}` differently at nearly every step: {variants} variants of {name} "
+        "were captured; compute it on tensors, or raise max_captures"
+    )

@@ -37,9 +37,10 @@ def check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None
         kinds[fxn.kind_of(name)] += int(size)
     most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(_MOST_SHOWN))
     raise InfeasiblePlanError(
-        f"no plan fits: parameters, their gradients and two moments take at least {total / 2**30:.3g} GiB on a rank, "
-        f"shared out over all that divide them, and there is room for {room_bytes / 2**30:.3g} (most take {most}): "
-        f"{math.ceil(total / room_bytes)} times more ranks on dp_shard would hold them, or a larger memory_budget_gib"
+        f"no plan fits: parameters, their gradients and the optimizer's state take at least {total / 2**30:.3g} GiB "
+        f"on a rank, shared out over all that divide them, and there is room for {room_bytes / 2**30:.3g} (most take "
+        f"{most}): {math.ceil(total / room_bytes)} times more ranks on dp_shard would hold them, or a larger "
+        "memory_budget_gib"
     )
 
 

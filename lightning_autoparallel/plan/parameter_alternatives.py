@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from lightning_autoparallel.config import STORED, PlanRule
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, PlanAxis
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.optimizer import update_time_us
+from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState, update_time_us
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import dim_of, is_shard, shard
 from lightning_autoparallel.mesh import ParallelMesh
@@ -32,7 +32,7 @@ from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 aten = torch.ops.aten
 SUM = Partial("sum")
-_COPIES = 4  # parameter, gradient, two moments
+_COPIES = 2  # parameter, gradient
 _BLOCKS_AT_ONCE = 2  # that are gathered: one is computed with, the next one is under way
 
 
@@ -43,8 +43,8 @@ class Lying:
     Its gradient ends as ``end``. ``update_us`` is the optimizer's time, and that of taking a rank's part of a gradient
     of which it has more; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
     takes, to gather again, where it reads the parameter, and to reduce the gradient. ``size_bytes`` is what stays on a
-    rank: the parameter, its gradient, and what AdamW keeps of it; ``passing_bytes`` is there beside that while its
-    block is computed.
+    rank: the parameter, its gradient, and what an optimizer keeps of it; ``passing_bytes`` is there beside that while
+    its block is computed.
     """
 
     computed: Placement
@@ -78,6 +78,7 @@ def free_parameters(
     batch_axes: Sequence[PlanAxis],
     mesh: ParallelMesh,
     costs: CostModel,
+    state: OptimizerState = ADAMW,
 ) -> dict[fx.Node, FreeParameter]:
     """Every parameter, in all the ways that it may lie on ``axis`` and on ``batch_axes``, which share out the batch."""
     (output,) = captured.graph_module.graph.find_nodes(op="output")
@@ -88,7 +89,7 @@ def free_parameters(
     found = {}
     for node, name in parameters.items():
         gradient = gradients.get(name)
-        making = _Ways(axis, batch_axes, mesh, costs, sharing[fxn.block_of(name)])
+        making = _Ways(axis, batch_axes, mesh, costs, sharing[fxn.block_of(name)], state.of(name))
         found[node] = FreeParameter(name=name, ways=making.of(node, gradient is not None), gradient=gradient)
     return found
 
@@ -103,9 +104,10 @@ class _Ways:
         mesh: ParallelMesh,
         costs: CostModel,
         sharing: int,
+        state_per_byte: float,
     ) -> None:
         self._axis, self._batch_axes, self._mesh, self._costs = axis, list(batch_axes), mesh, costs
-        self._sharing = sharing
+        self._sharing, self._state_per_byte = sharing, state_per_byte
 
     def of(self, node: fx.Node, is_trained: bool) -> tuple[Lying, ...]:
         value = node.meta["val"]
@@ -188,7 +190,7 @@ class _Ways:
             update_us=self._update_us(kept_bytes, stored, end) if is_trained else 0.0,
             gathered_us=gathered_us,
             reduced_us=(gathered_us if is_read_again else 0.0) + reduced_us,
-            size_bytes=kept_bytes * (_COPIES if is_trained else 1),
+            size_bytes=kept_bytes * (_COPIES + self._state_per_byte if is_trained else 1),
             passing_bytes=_passing_bytes(size_bytes / own, used_bytes / own, kept_bytes, is_trained),
         )
 
@@ -196,7 +198,8 @@ class _Ways:
         """Taking a part of a gradient is a kernel more, whose bytes the next reader is spared."""
         hardware = self._costs.hardware
         has_more = self._axis.name in stored and not self._axis.shards_batch and end.is_replicate()
-        return update_time_us(kept_bytes, hardware) + (hardware.kernel_latency_us if has_more else 0.0)
+        update_us = update_time_us(kept_bytes, hardware, self._state_per_byte)
+        return update_us + (hardware.kernel_latency_us if has_more else 0.0)
 
     def _reduced_us(self, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
         """A gradient is scattered over axes that cut the parameter, then what is left is added up over the others."""

@@ -22,6 +22,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.cost.placement import GENERIC, PlacementRates, redistribution_time_us
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
@@ -96,6 +97,7 @@ class _Planning:
     room_bytes: float
     with_others: bool
     saved: Collection[str]
+    state: OptimizerState
 
     @property
     def rules(self) -> tuple[PlanRule, ...]:
@@ -135,13 +137,14 @@ def make_plans(
     explains: bool = False,
     with_others: bool = True,
     saved: Collection[str] = (),
+    state: OptimizerState = ADAMW,
 ) -> tuple[ShardingPlan, ...]:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
     What it finds is followed by others, unlike it and nearly as good, if it is to be; any other plan is one.
 
-    Of what it finds, parameters with their gradients and AdamW's moments, what is ``saved`` for the backward (by names
-    of nodes), and what is gathered for a block at a time, have ``room_bytes`` on a rank. A plan that
+    Of what it finds, parameters with their gradients and the ``state`` of their optimizers, what is ``saved`` for the
+    backward (by names of nodes), and what is gathered for a block at a time, have ``room_bytes`` on a rank. A plan that
     ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it. What was
     found ``explains`` itself if that is asked for, which keeps all that there was to choose from.
 
@@ -170,6 +173,7 @@ def make_plans(
         room_bytes=room_bytes,
         with_others=with_others,
         saved=saved,
+        state=state,
     )
     return tuple(_plan(planning, shapes, solved, found, explains) for solved, found in _solve_axes(planning))
 
@@ -256,7 +260,7 @@ def _find(
 ) -> list[_Found]:
     """What is best on one axis, and others if asked; parameters that rules name lie as those say."""
     batch = [other for other in planning.axes if other.shards_batch]
-    every = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs)
+    every = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs, planning.state)
     free = allowed_ways(every, planning.rules, planning.axes)
     problem = _axis_problem(planning, axis, position, others)
     saved = tuple(producer_of(node) for node in problem.graph.nodes if node.name in planning.saved)

@@ -136,7 +136,8 @@ class PlanningStrategy(AutoParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Plan at once: nothing is to run, no hook and no evaluation."""
         super().setup(trainer)
-        assert self._steps is not None
+        assert self._steps is not None and self._engine is not None and self._probe is not None
+        self._engine.stand_ins = lambda: {} if self._probe is None else self._probe.names
         self._plan_steps(trainer, self._steps)
 
     def _plan_steps(self, trainer: Trainer, steps: LightningSteps) -> None:

@@ -53,6 +53,24 @@ def test_where_memory_is_short_parameters_are_shared_out() -> None:
     assert tight.training_peak_bytes <= 0.12 * GIB < roomy.training_peak_bytes
 
 
+class WithSGD(Deep):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_module_s_own_optimizer_counts() -> None:
+    """Without moments twice as much of the parameters may lie whole."""
+    peaks = []
+    for kind in (Deep, WithSGD):
+        with torch.device("meta"):
+            module = kind()
+        mesh: dict[str, Any] = {"mesh": {"dp_shard": 8}, "plan": "auto", "world_size": 8, "hardware": "h100"}
+        report = plan(module, torch.zeros(64, 512), memory_budget_gib=0.19, **mesh)
+        assert report.training_peak_bytes is not None and report.training_peak_bytes <= 0.19 * GIB
+        peaks.append(report.parameters_bytes)
+    assert peaks[0] < peaks[1]
+
+
 def test_as_little_is_recomputed_as_fits() -> None:
     policies = []
     for budget in (80.0, 0.9):

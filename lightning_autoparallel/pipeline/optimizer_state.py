@@ -1,0 +1,86 @@
+"""What a training's own optimizers will keep of each parameter, before their first step: they step on stand-ins."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
+from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def names_by_id(module: nn.Module) -> dict[int, str]:
+    """The names of a module's parameters."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tuple[OptimizerState, str | None]:
+    """What ``optimizers`` keep of parameters, whose ``names`` are by their ids; if it is not known, the reason too.
+
+    Each steps once as a copy of itself, on fake tensors of its parameters' global shapes: one for each shape and dtype.
+    Nothing of the optimizer changes. What cannot step so is taken for AdamW.
+    """
+    per_byte: dict[str, float] = {}
+    for optimizer in optimizers:
+        try:
+            for parameter, kept in _kept(optimizer):
+                name = names.get(id(parameter))
+                if name is not None:
+                    per_byte[name] = per_byte.get(name, 0.0) + kept
+        except Exception as error:  # whatever a user's optimizer does without values
+            reason = f"a step of {type(optimizer).__name__} on tensors without values failed ({error})"
+            return ADAMW, f"plan auto: what optimizers keep is taken to be what AdamW does: {reason}"
+    return (OptimizerState(per_byte=per_byte) if per_byte else ADAMW), None
+
+
+def _kept(optimizer: Optimizer) -> list[tuple[Tensor, float]]:
+    """Each parameter, and the bytes of its state for each of its own."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found: list[tuple[Tensor, float]] = []
+    shadow = _shadow(optimizer)
+    for group, original in zip(shadow.param_groups, optimizer.param_groups, strict=True):
+        stand_ins: dict[Any, nn.Parameter] = {}
+        for parameter in original["params"]:
+            kind = tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+            if kind not in stand_ins:
+                stand_ins[kind] = _stand_in(parameter, mode)
+        group["params"] = list(stand_ins.values())
+    shadow.step()
+    for group, original in zip(shadow.param_groups, optimizer.param_groups, strict=True):
+        by_kind = {(tuple(p.shape), p.dtype, p.requires_grad): p for p in group["params"]}
+        for parameter in original["params"]:
+            stand_in = by_kind[tuple(parameter.shape), parameter.dtype, parameter.requires_grad]
+            found.append((parameter, _bytes(shadow.state[stand_in]) / max(_size(stand_in), 1)))
+    return found
+
+
+def _shadow(optimizer: Optimizer) -> Optimizer:
+    """An optimizer that is set as this one, without hooks, state, and what schedulers have put around its step."""
+    shadow: Optimizer = object.__new__(type(optimizer))
+    shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    shadow.__dict__.update({key: OrderedDict() for key in _HOOKS})
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [dict(group) for group in optimizer.param_groups]
+    return shadow
+
+
+def _stand_in(parameter: Tensor, mode: FakeTensorMode) -> nn.Parameter:
+    with mode:
+        made = nn.Parameter(torch.empty(tuple(parameter.shape), dtype=parameter.dtype), parameter.requires_grad)
+        made.grad = torch.empty_like(made) if parameter.requires_grad else None
+    return made
+
+
+def _bytes(state: Mapping[str, object]) -> int:
+    return sum(_size(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
