@@ -24,7 +24,7 @@ from lightning_autoparallel.cost import CostModel
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
 
-_ALIKE = 1.005  # as fast: then the one that takes less memory
+_ALIKE = 1.005  # as fast: then the one of fewer launches, which predictions say least of, then the leaner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,14 @@ class RewrittenStep:
 class Forecast:
     """What a step takes after the passes: ``time_us`` with the optimizer's, None where a cost is unknown.
 
-    ``peak_bytes`` are those beside parameters and the optimizer's state, ``largest`` the values that take most of
+    It starts so many ``launches``. ``peak_bytes`` are those beside parameters and the optimizer's state, ``largest`` the values that take most of
     them. ``step`` is what was looked at, where it may
     be taken as it is: then every rank has it.
     """
 
     time_us: float | None
     peak_bytes: float
+    launches: int = 0
     step: RewrittenStep | None = None
     largest: tuple[MemoryShare, ...] = ()
 
@@ -91,7 +92,7 @@ def fastest(contenders: Sequence[Contender], budget_bytes: float) -> Contender |
     if not fitting or len(known) < len(times):
         return fitting[0] if fitting else None
     alike = [each for each, time in zip(fitting, known, strict=True) if time <= min(known) * _ALIKE]
-    return min(alike, key=lambda each: each.needed_bytes)
+    return min(alike, key=lambda each: (each.forecast.launches, each.needed_bytes))
 
 
 def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str, ...]:

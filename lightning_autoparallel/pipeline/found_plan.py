@@ -268,7 +268,7 @@ def _find_within(
         InfeasiblePlanError: there is none that fits.
     """
     found, room_bytes = context.found, budget_bytes
-    saved = saved_values(captured, context.config.reshard_after_forward, policy)
+    saved = _saved(captured, context, policy)
     seen: list[PlanSpec] = []
     over: InfeasiblePlanError | None = None
     found.policy = policy
@@ -308,6 +308,18 @@ def _find_within(
         room_bytes = min(room_bytes, leanest.answer.stays_bytes) - over_bytes * _A_LITTLE_MORE
         if room_bytes < 1:
             raise over
+
+
+def _saved(captured: CapturedGraph, context: StageContext, policy: str | CheckpointFunction) -> frozenset[str]:
+    """What the backward will read; every rank calls it, and where a policy fails on one, all raise."""
+    error: Exception | None = None
+    saved: frozenset[str] = frozenset()
+    try:
+        saved = saved_values(captured, context.config.reshard_after_forward, policy)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    return saved
 
 
 def _through_passes(

@@ -25,7 +25,7 @@ from lightning_autoparallel.strategy import shown_stages
 from lightning_autoparallel.strategy.shown_stages import training_progress
 
 RECIPE = {
-    "strategy": {"mesh": {"dp_shard": -1}},
+    "strategy": {"mesh": {"dp_shard": -1}, "plan": "fsdp"},
     "model": {"class_path": "lightning_autoparallel.models.Llama3Module", "init_args": {"size": "debug"}},
     "data": {
         "class_path": "lightning_autoparallel.models.TextDataModule",
