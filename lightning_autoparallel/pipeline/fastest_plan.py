@@ -19,12 +19,14 @@ from lightning_autoparallel.contracts import (
     PassReport,
     ShardingPlan,
 )
-from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost import CostModel, HardwareSpec
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
 
-_ALIKE = 1.005  # as fast: then the one of fewer launches, which predictions say least of, then the leaner
+# As fast: then the one of fewer launches, which predictions say least of, then the leaner. Measured rates are of one
+# machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
+_ALIKE, _ALIKE_MEASURED = 1.005, 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +61,9 @@ class RewrittenStep:
 class Forecast:
     """What a step takes after the passes: ``time_us`` with the optimizer's, None where a cost is unknown.
 
-    It starts so many ``launches``. ``peak_bytes`` are those beside parameters and the optimizer's state, ``largest`` the values that take most of
-    them. ``step`` is what was looked at, where it may
-    be taken as it is: then every rank has it.
+    It starts so many ``launches``. ``peak_bytes`` are those beside parameters and the optimizer's state, ``largest``
+    the values that take most of them. ``step`` is what was looked at, where it may be taken as it is: then every rank
+    has it.
     """
 
     time_us: float | None
@@ -84,15 +86,20 @@ class Contender:
     needed_bytes: float
 
 
-def fastest(contenders: Sequence[Contender], budget_bytes: float) -> Contender | None:
+def alike(hardware: HardwareSpec) -> float:
+    """Times of another plan, as a factor, that are no reason to take this one."""
+    return _ALIKE if hardware.optimizer_gb_per_s is None else _ALIKE_MEASURED
+
+
+def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float = _ALIKE) -> Contender | None:
     """The fastest of those that fit, the first of them where a time is unknown; None where none fits."""
     fitting = [each for each in contenders if each.needed_bytes <= budget_bytes]
     times = [each.forecast.time_us for each in fitting]
     known = [time for time in times if time is not None]
     if not fitting or len(known) < len(times):
         return fitting[0] if fitting else None
-    alike = [each for each, time in zip(fitting, known, strict=True) if time <= min(known) * _ALIKE]
-    return min(alike, key=lambda each: (each.forecast.launches, each.needed_bytes))
+    as_fast = [each for each, time in zip(fitting, known, strict=True) if time <= min(known) * alike]
+    return min(as_fast, key=lambda each: (each.forecast.launches, each.needed_bytes))
 
 
 def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str, ...]:

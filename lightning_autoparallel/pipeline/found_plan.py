@@ -29,6 +29,7 @@ from lightning_autoparallel.pipeline.fastest_plan import (
     Contender,
     RewrittenStep,
     StepForecast,
+    alike,
     choice_note,
     fastest,
 )
@@ -291,7 +292,7 @@ def _find_within(
         contenders, left_out = _through_passes(
             captured, context, costs, step_forecast, list(zip(answers, plans, strict=True))
         )
-        taken = fastest(contenders, budget_bytes)
+        taken = fastest(contenders, budget_bytes, alike(costs.hardware))
         if taken is not None:
             _take(found, taken.answer, captured, context, layouts)
             found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, choice_note, fastest
+from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike, choice_note, fastest
 
 ANSWER = Answer(spec=PlanSpec(base="fsdp"), document={}, notes=(), explain=lambda pattern: pytest.fail(pattern))
 
@@ -42,6 +43,13 @@ def test_of_equally_fast_ones_that_of_fewer_launches() -> None:
     )
     assert fastest([many, few], budget_bytes=10.0) is few
     assert fastest([many, few], budget_bytes=8.0) is many
+
+
+def test_measured_rates_tell_less_apart() -> None:
+    one, other = contender(100.0, 9.0), contender(101.5, 5.0)
+    measured = hardware_from({"base": "cpu", "optimizer_gb_per_s": 10.0})
+    assert fastest([one, other], budget_bytes=10.0, alike=alike(hardware_from("h100"))) is one
+    assert fastest([one, other], budget_bytes=10.0, alike=alike(measured)) is other
 
 
 def test_a_choice_is_told_with_its_times() -> None:
