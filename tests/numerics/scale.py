@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_autoparallel.capture import NoEffects
-from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec
+from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
@@ -37,7 +37,12 @@ def plan_llama3_8b(layers: int, ranks: int, sequence: int = 8192) -> tuple[PlanR
         control = ControlGroup(timedelta(minutes=1))
         # one by one and whole, so that each parameter's can be counted
         counted = DecomposeSpec(when="never")
-        config = EngineConfig(compile=False, disabled_passes=("bucket_collectives",), decompose_matmuls=counted)
+        config = EngineConfig(
+            plan=PlanSpec.parse("fsdp"),
+            compile=False,
+            disabled_passes=("bucket_collectives",),
+            decompose_matmuls=counted,
+        )
         context = StageContext(mesh=mesh, config=config, control=control, warn=_refuse)
         engine = StepEngine(module=model, context=context, device=torch.device("cpu"))
 
