@@ -8,7 +8,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import GraphCallable, PartitionedGraph
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.torch_compat.graph_modules import graph_module
+from lightning_autoparallel.torch_compat.graph_modules import graph_module, run_graph
 from lightning_autoparallel.torch_compat.inductor import compile_graph, find_cpp_compiler
 
 
@@ -63,7 +63,7 @@ def interpreted(given: fx.GraphModule) -> GraphCallable:
     }
     graph.output(graph.graph_copy(given.graph, taken))
     module = graph_module(given, graph)
-    return lambda arguments: module.forward(arguments)
+    return lambda arguments: run_graph(module, arguments)
 
 
 def _take(given: list[Any], index: int) -> Any:

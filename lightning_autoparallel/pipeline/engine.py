@@ -65,7 +65,6 @@ from lightning_autoparallel.pipeline.local_calls import (
 )
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
-from lightning_autoparallel.pipeline.same_order import check_same_plan
 from lightning_autoparallel.pipeline.seeds import generators_at
 from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_forecast
 from lightning_autoparallel.pipeline.step_calls import (
@@ -132,7 +131,6 @@ class StepEngine:
                 does not fit the module.
             PassError: ranks have different plans.
         """
-        check_same_plan(self.context.config.plan, self.context.control)
         check_initialised(self.module)
         self.context.found.forget_others(self.module)
         self.layouts = self._planned_layouts()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
 _USABLE = 0.9  # of a device's memory
-_A_LITTLE_MORE = 1.01  # than what is missing: then it ends
+_A_LITTLE_MORE, _A_LITTLE_LESS = 1.01, 0.999  # than what is missing, or was there: then it ends
 _ROUNDS = 4
 
 
@@ -73,7 +73,8 @@ class FoundPlan:
 
     ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
     ``predicted_bytes``, and passes made it ``missing_bytes`` more, in so many ``rounds``. It is for a module whose
-    parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
+    parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for. ``state`` is what
+    optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may take as it is.
     """
 
     spec: PlanSpec | None = None
@@ -92,6 +93,7 @@ class FoundPlan:
     explain: Callable[[str], Explanation] | None = None
     held: HeldStep | None = None
     state: OptimizerState = ADAMW
+    why_unknown: str | None = None
 
     def take_held(self, request: StepRequest) -> HeldStep | None:
         """What is known of this very request, once: then it is let go of, like that of any other."""
@@ -224,9 +226,7 @@ def find_plan(
     before = found.spec, found.document, found.notes, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, followers, layouts)
-    found.state, unknown = context.control.gather(optimizers)[0]
-    if unknown is not None:
-        context.warn_once(unknown)
+    found.state, found.why_unknown = context.control.gather(optimizers)[0]
     refused: list[str] = []
     with context.progress.stage(f"find a plan for {request.name}"):
         for policy in policies:
@@ -282,9 +282,13 @@ def _find_within(
             answers = _found(captured, context, costs, room_bytes, held, saved)
         except InfeasiblePlanError as error:
             raise (over or error) from error
-        if over is not None and answers[0].spec in seen:
-            raise over
         held = None
+        if over is not None and answers[0].spec in seen:
+            # The solver's reckoning is not the passes': another plan that takes less by its own may fit.
+            if answers[0].stays_bytes >= room_bytes:
+                raise over
+            room_bytes = answers[0].stays_bytes * _A_LITTLE_LESS
+            continue
         plans = [_take(found, answer, captured, context, layouts) for answer in answers]
         found.predicted_bytes = kept_bytes(captured, plans[0], found.state) + most_bytes(captured)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
@@ -305,8 +309,10 @@ def _find_within(
         plan = plans[[answer.spec for answer in answers].index(leanest.answer.spec)]
         activations = saved_bytes(captured, plan, saved)
         over = InfeasiblePlanError(why_over(captured, leanest, activations, reserved, budget_bytes))
-        over_bytes = leanest.needed_bytes - budget_bytes
-        room_bytes = min(room_bytes, leanest.answer.stays_bytes) - over_bytes * _A_LITTLE_MORE
+        stays_bytes = leanest.answer.stays_bytes
+        if math.isinf(stays_bytes):  # no solver has looked at it
+            stays_bytes = leanest.kept_bytes + sum(activations.values())
+        room_bytes = min(room_bytes, stays_bytes) - (leanest.needed_bytes - budget_bytes) * _A_LITTLE_MORE
         if room_bytes < 1:
             raise over
 
@@ -383,7 +389,8 @@ def _solved(
     for plan in plans:
         assert plan.found is not None
         document = plan_document(captured, plan, plan.found, context.mesh)
-        notes = (*plan.notes, *told_of_staying(context.found.pins))
+        unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
+        notes = (*plan.notes, *told_of_staying(context.found.pins), *unknown)
         answers.append(
             Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
         )

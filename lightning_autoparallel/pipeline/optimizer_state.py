@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
+_GUESSED = "plan auto: what optimizers keep is taken to be what AdamW does"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -24,20 +25,28 @@ def names_by_id(module: nn.Module) -> dict[int, str]:
 def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tuple[OptimizerState, str | None]:
     """What ``optimizers`` keep of parameters, whose ``names`` are by their ids; if it is not known, the reason too.
 
-    Each steps once as a copy of itself, on fake tensors of its parameters' global shapes: one for each shape and dtype.
-    Nothing of the optimizer changes. What cannot step so is taken for AdamW.
+    Torch's own step once, each as a copy of itself, on fake tensors of its parameters' global shapes: one for each
+    shape and dtype. Nothing of the optimizer changes. Of any other one nothing is run, which might step what it wraps;
+    it is taken for AdamW, as is one that cannot step so.
     """
     per_byte: dict[str, float] = {}
     for optimizer in optimizers:
+        if not _is_torchs_own(optimizer):
+            return ADAMW, f"{_GUESSED}: {type(optimizer).__name__} is not one of torch's own"
         try:
             for parameter, kept in _kept(optimizer):
                 name = names.get(id(parameter))
                 if name is not None:
                     per_byte[name] = per_byte.get(name, 0.0) + kept
-        except Exception as error:  # whatever a user's optimizer does without values
+        except Exception as error:  # whatever an optimizer does that has no values
             reason = f"a step of {type(optimizer).__name__} on tensors without values failed ({error})"
-            return ADAMW, f"plan auto: what optimizers keep is taken to be what AdamW does: {reason}"
+            return ADAMW, f"{_GUESSED}: {reason}"
     return (OptimizerState(per_byte=per_byte) if per_byte else ADAMW), None
+
+
+def _is_torchs_own(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return f"{kind.__module__}.".startswith("torch.optim.") and getattr(kind.step, "__wrapped__", None) is not None
 
 
 def _kept(optimizer: Optimizer) -> list[tuple[Tensor, float]]:
@@ -52,7 +61,8 @@ def _kept(optimizer: Optimizer) -> list[tuple[Tensor, float]]:
             if kind not in stand_ins:
                 stand_ins[kind] = _stand_in(parameter, mode)
         group["params"] = list(stand_ins.values())
-    shadow.step()
+    # without what surrounds a step: hooks for all optimizers, a profiler
+    type(shadow).step.__wrapped__(shadow)  # type: ignore[attr-defined]
     for group, original in zip(shadow.param_groups, optimizer.param_groups, strict=True):
         by_kind = {(tuple(p.shape), p.dtype, p.requires_grad): p for p in group["params"]}
         for parameter in original["params"]:
@@ -67,7 +77,8 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
     shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     shadow.__dict__.update({key: OrderedDict() for key in _HOOKS})
     shadow.state = defaultdict(dict)
-    shadow.param_groups = [dict(group) for group in optimizer.param_groups]
+    # stand-ins are on the host, where nothing is captured
+    shadow.param_groups = [{**group, "capturable": False} for group in optimizer.param_groups]
     return shadow
 
 

@@ -20,6 +20,7 @@ from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine
+from lightning_autoparallel.pipeline.same_order import check_same_plan
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.traced import TracedCalls, call_traced
 
@@ -117,6 +118,7 @@ def parallelize(
     context = StageContext(mesh=built, config=config, control=ControlGroup(timeout), warn=_warn)
     seed = context.control.gather(torch.initial_seed())[0]
     engine = StepEngine(module=module, context=context, device=target, batch_dims=batch_dims, seed=seed)
+    check_same_plan(config.plan, context.control)
     engine.shard_parameters()
     parallel = ParallelModule(module, engine)
     local = _local_sample((sample_args, {}), built.data_parallel_size, target)

@@ -56,7 +56,10 @@ def best_that_fits(problem: Problem) -> Solution:
     if problem.fits(solution.taken):
         return solution
     dear = priced(problem, _DEAR * solution.time_us / stays_bytes(problem, solution.taken))
-    least = solve(replace(dear, limits=()), _LEAST_LIMIT_S)
+    try:
+        least = solve(replace(dear, limits=()), _LEAST_LIMIT_S, start=solution.taken)
+    except InfeasiblePlanError:  # its time was up
+        least = solution
     try:
         return solve(problem, start=least.taken if problem.fits(least.taken) else None)
     except InfeasiblePlanError:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from lightning_autoparallel.checkpoint import WeightsToCome
 from lightning_autoparallel.errors import AutoParallelError, CheckpointError
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
+from lightning_autoparallel.pipeline.same_order import check_same_plan
 
 T = TypeVar("T")
 
@@ -19,6 +20,7 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
         CheckpointError: on all ranks, if files cannot be read on one or do not fit, or ranks ask for others.
         ConfigError: the module cannot be sharded or initialised.
     """
+    check_same_plan(engine.context.config.plan, control)
     if not control.agrees(repr(weights.targets)):
         raise CheckpointError(
             f"load_weights was called for {weights.targets or 'nothing'} on this rank, and for something else on "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_autoparallel.cost.hardware import hardware_from
 from lightning_autoparallel.cost.optimizer import ADAMW, ADAMW_MOVES, ADAMW_STATE, update_time_us
@@ -69,16 +70,46 @@ def test_two_optimizers_add_up() -> None:
     assert (state.of("0.weight"), state.of("1.weight")) == (2.0, 3.0)
 
 
-class Reads(torch.optim.SGD):
+class Around(Optimizer):
+    """Wraps another one, whose step is its own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
     def step(self, closure: Any = None) -> None:
-        assert float(self.param_groups[0]["params"][0].grad.norm()) >= 0
+        self.inner.step()
 
 
-def test_one_that_reads_values_is_taken_for_adamw_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda p: torch.optim.Adafactor(p), "a step of Adafactor on tensors without values failed"),
+        (lambda p: torch.optim.LBFGS(p), "a step of LBFGS on tensors without values failed"),
+        (lambda p: Around(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "Around is not one of torch's own"),
+    ],
+    ids=["reads values", "needs a closure", "wraps another"],
+)
+def test_what_cannot_be_known_is_taken_for_adamw_and_says_so(make: Any, why: str) -> None:
     module = net()
-    state, unknown = optimizer_state([Reads(module.parameters(), lr=0.1)], names_by_id(module))
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    state, unknown = optimizer_state([made := make(module.parameters())], names_by_id(module))
     assert state == ADAMW
-    assert unknown is not None and "a step of Reads on tensors without values failed" in unknown
+    assert unknown is not None and why in unknown
+    assert not getattr(made, "inner", made).state
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_hooks_of_all_optimizers_are_not_called() -> None:
+    module, called = net(), []
+    handle = register_optimizer_step_pre_hook(lambda *given: called.append(given))
+    try:
+        optimizer_state([torch.optim.AdamW(module.parameters())], names_by_id(module))
+    finally:
+        handle.remove()
+    assert called == []
 
 
 def test_without_optimizers_adamw_is_meant() -> None:
