@@ -27,8 +27,6 @@ def saved_values(
         axes=(),
         has_backward=captured.has_backward,
     )
-    if not captured.has_backward:
-        return frozenset()
     graph = captured.graph_module.graph
     pairs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     derived = _following([node for node, item in pairs if item.kind == "parameter"], graph)

@@ -129,7 +129,6 @@ class StepEngine:
         Raises:
             ConfigError: a submodule on meta cannot initialise itself, one is lazy and has no parameters yet, or a rule
                 does not fit the module.
-            PassError: ranks have different plans.
         """
         check_initialised(self.module)
         self.context.found.forget_others(self.module)

@@ -306,8 +306,7 @@ def _find_within(
             return taken.forecast.step
         seen += [answer.spec for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
-        plan = plans[[answer.spec for answer in answers].index(leanest.answer.spec)]
-        activations = saved_bytes(captured, plan, saved)
+        activations = saved_bytes(captured, plans[answers.index(leanest.answer)], saved)
         over = InfeasiblePlanError(why_over(captured, leanest, activations, reserved, budget_bytes))
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it

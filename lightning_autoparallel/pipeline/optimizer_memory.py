@@ -81,7 +81,7 @@ class OptimizerProbe:
                 group["params"] = list({id(shards[name]): shards[name] for name in names}.values())
             optimizer.step()
             for name, shard in shards.items():
-                found[name] = found.get(name, 0) + _tensor_bytes(optimizer.state[shard])
+                found[name] = found.get(name, 0) + tensor_bytes(optimizer.state[shard])
         return found
 
     def _shards(self, names: Sequence[str], parameters: Mapping[str, ParameterReport]) -> dict[str, nn.Parameter]:
@@ -113,7 +113,8 @@ class OptimizerProbe:
         return shard
 
 
-def _tensor_bytes(state: Mapping[str, object]) -> int:
+def tensor_bytes(state: Mapping[str, object]) -> int:
+    """Of all tensors that an optimizer keeps for a parameter; numbers such as step counts are none."""
     tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.pipeline.optimizer_memory import tensor_bytes
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 _GUESSED = "plan auto: what optimizers keep is taken to be what AdamW does"
@@ -67,7 +69,7 @@ def _kept(optimizer: Optimizer) -> list[tuple[Tensor, float]]:
         by_kind = {(tuple(p.shape), p.dtype, p.requires_grad): p for p in group["params"]}
         for parameter in original["params"]:
             stand_in = by_kind[tuple(parameter.shape), parameter.dtype, parameter.requires_grad]
-            found.append((parameter, _bytes(shadow.state[stand_in]) / max(_size(stand_in), 1)))
+            found.append((parameter, tensor_bytes(shadow.state[stand_in]) / max(fxn.size_bytes(stand_in), 1)))
     return found
 
 
@@ -87,11 +89,3 @@ def _stand_in(parameter: Tensor, mode: FakeTensorMode) -> nn.Parameter:
         made = nn.Parameter(torch.empty(tuple(parameter.shape), dtype=parameter.dtype), parameter.requires_grad)
         made.grad = torch.empty_like(made) if parameter.requires_grad else None
     return made
-
-
-def _bytes(state: Mapping[str, object]) -> int:
-    return sum(_size(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -19,6 +19,7 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
     Raises:
         CheckpointError: on all ranks, if files cannot be read on one or do not fit, or ranks ask for others.
         ConfigError: the module cannot be sharded or initialised.
+        PassError: ranks have different plans.
     """
     check_same_plan(engine.context.config.plan, control)
     if not control.agrees(repr(weights.targets)):

@@ -1,0 +1,46 @@
+"""The fastest plan for the room that a rank has, and of equally fast ones the leanest, on problems made by hand."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_autoparallel.plan.memory_room import best_that_fits, leaner, stays_bytes
+from lightning_autoparallel.plan.problem import Choice, Limit, Problem
+
+
+def two(room: float, times: tuple[float, ...], sizes: tuple[float, ...], passing: tuple[float, ...]) -> Problem:
+    """Two choices with the same alternatives; what passes is there of one at a time."""
+    one = Choice(name="c", times_us=times)
+    limit = Limit(
+        name="room",
+        sizes_bytes={0: sizes, 1: sizes},
+        most_bytes=room,
+        passing_bytes=({0: passing}, {1: passing}),
+    )
+    return Problem(choices=(one, one), values=(), limits=(limit,))
+
+
+def test_the_fastest_is_taken_where_it_fits_and_else_the_fastest_that_does() -> None:
+    """Fast ones stay with 10 bytes, slow ones with 1 while 4 pass: 20, 15 and 6 bytes of both."""
+    for room, time_us in ((math.inf, 2.0), (20.0, 2.0), (19.0, 6.0), (15.0, 6.0), (14.0, 10.0), (6.0, 10.0)):
+        given = two(room, (1.0, 5.0), (10.0, 1.0), (0.0, 4.0))
+        found = best_that_fits(given)
+        assert (found.time_us, given.fits(found.taken)) == (time_us, True), room
+
+
+def test_where_none_fits_it_is_the_one_of_least_memory() -> None:
+    given = two(5.0, (1.0, 5.0, 5.0), (10.0, 1.0, 1.5), (0.0, 4.0, 4.0))
+    found = best_that_fits(given)
+    assert (found.taken, stays_bytes(given, found.taken)) == ((1, 1), 6.0)
+
+
+def test_of_equally_fast_ones_the_leanest() -> None:
+    """Within a fifth of a percent; what is slower than that is not taken for any number of bytes."""
+    for times, taken in (((100.0, 100.0), (1, 1)), ((100.0, 100.05), (1, 1)), ((100.0, 101.0), (0, 0))):
+        given = two(30.0, times, (10.0, 1.0), (0.0, 0.0))
+        assert leaner(given, best_that_fits(given)) == taken
+
+
+def test_memory_without_end_is_worth_nothing() -> None:
+    given = two(math.inf, (100.0, 100.001), (10.0, 1.0), (0.0, 0.0))
+    assert leaner(given, best_that_fits(given)) == (0, 0)
