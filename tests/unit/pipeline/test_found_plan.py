@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
-from lightning_autoparallel.pipeline import engine
+from lightning_autoparallel.pipeline import engine, stages
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
 from lightning_autoparallel.pipeline.stages import step_forecast
 from lightning_autoparallel.plan import other_plans
@@ -56,6 +57,25 @@ def test_where_memory_is_short_parameters_are_shared_out() -> None:
 class WithSGD(Deep):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_was_captured_to_find_the_plan_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is captured, applied or partitioned again for the plan that was taken."""
+    partitions: list[str] = []
+
+    def partition(sharded: Any, *options: Any) -> Any:
+        partitions.append(sharded.name)
+        return partition_graph(sharded, *options)
+
+    def again(request: Any) -> Any:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr(stages, "partition_graph", partition)
+    monkeypatch.setattr(stages, "capture_step", again)
+    report = found(80.0, rows=64)
+    (told,) = [note for note in report.notes if "were taken through the passes" in note]
+    assert f"{len(partitions)} plans were taken" in told
+    assert report.timings_s["capture"] > 0 and report.timings_s["passes"] > 0
 
 
 def test_the_module_s_own_optimizer_counts() -> None:
