@@ -22,6 +22,8 @@ from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.integer_programme import GAP, solve
+from lightning_autoparallel.plan.parameter_alternatives import free_parameters
+from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.plan.problem import Problem
 from tests.support.slow_memory import SLOW_MEMORY
 from tests.unit._graphs import captured
@@ -197,3 +199,27 @@ def test_what_stays_on_a_rank_has_room(fake_mesh) -> None:
     assert whole > 7e4 >= kept_bytes(graph, plans[7e4]) > 4e4 >= kept_bytes(graph, plans[4e4]) > 0
     with pytest.raises(InfeasiblePlanError, match=r"no plan .* at least .* GiB .* more ranks"):
         make_plan(graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), room_bytes=whole / 5)
+
+
+class Table(nn.Module):
+    """A table that is looked up in, and a matrix of the same size that is multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.matrix = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.matrix(self.table(tokens)).square().mean()
+
+
+def test_a_table_is_gathered_once_and_a_matrix_for_the_backward_too(fake_mesh) -> None:
+    """Of a look-up the backward reads the indices only; both gradients take as long to scatter."""
+    mesh = fake_mesh(dp_shard=4)
+    graph = captured(Table(), torch.zeros(8, 4, dtype=torch.long), shards=4)
+    placeholders = dict(zip(graph.graph_module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
+    (axis,) = plan_axes("auto", mesh)
+    free = free_parameters(graph, placeholders, axis, [axis], mesh, costs_of(mesh))
+    ways = {one.name: next(way for way in one.ways if way.stored) for one in free.values()}
+    table, matrix = ways["table.weight"], ways["matrix.weight"]
+    assert table.gathered_us == matrix.gathered_us > 0
+    assert matrix.reduced_us - table.reduced_us == pytest.approx(table.gathered_us)
