@@ -64,6 +64,7 @@ from lightning_autoparallel.pipeline.local_calls import (
     records_gradients,
 )
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
+from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.seeds import generators_at
 from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_forecast
@@ -150,7 +151,7 @@ class StepEngine:
         storage = {name: placement.storage for name, placement in placements.items()}
         return parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
 
-    def _place_anew(self) -> None:
+    def place_anew(self) -> None:
         """Move parameters, and what is kept of them, to where the plan has them now; nothing is captured any more."""
         self.forget_captures()
         if any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
@@ -158,7 +159,6 @@ class StepEngine:
             with self.context.progress.stage("move parameters to where the plan has them"):
                 lie_anew([self.module, *self._copies], self.layouts, self.optimizers())
             self.deferred.place(self.layouts)
-        self.placed()
 
     def shard_copies(self, holders: Iterable[Any]) -> None:
         """Shard copies of the module that ``holders`` keep in their attributes, as it is sharded itself."""
@@ -230,10 +230,12 @@ class StepEngine:
         """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
         call, layout = self._described(call, batch, leaves)
+        variant = self._variant(call, layout, leaves, rebuild, counters)
+        self.context.found.note(call, variant.step.captured)
         return ReadyStep(
             engine=self,
             call=call,
-            variant=self._variant(call, layout, leaves, rebuild, counters),
+            variant=variant,
             layout=layout,
             leaves=leaves,
             rebuild=rebuild,
@@ -274,7 +276,8 @@ class StepEngine:
                     state = optimizer_state(self.optimizers(), {**names_by_id(self.module), **self.stand_ins()})
                     find_plan(self.context, request, step_forecast, moving, self.layouts, state)
                 self.context.found.remember(self.module)
-                self._place_anew()
+                self.place_anew()
+                self.placed()
                 return self._variant(call, layout, leaves, rebuild, counters, request)
             try:
                 known.append(self._capture(call, layout, leaves, rebuild, counters, known, planned))
@@ -339,7 +342,7 @@ class StepEngine:
         counts = self._say_capture(call, layout, known)
         request = planned or self.request(call, layout, leaves, rebuild, counters)
         with errors_of_the_step():
-            step = build_step(request, self.context, waiting := self._waiting(call))
+            step = build_step(request, context_of(self.context, call), waiting := self._waiting(call))
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         if self.deferred.active and call.training:
             step = replace(step, report=replace(step.report, notes=(*step.report.notes, self.deferred.note())))

@@ -24,6 +24,7 @@ from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.calls_of_step import CallsOfStep
 from lightning_autoparallel.pipeline.fastest_plan import (
     Answer,
     Contender,
@@ -75,6 +76,7 @@ class FoundPlan:
     ``predicted_bytes``, and passes made it ``missing_bytes`` more, in so many ``rounds``. It is for a module whose
     parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for. ``state`` is what
     optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may take as it is.
+    ``calls`` are those of modules, in a training that runs no whole step.
     """
 
     spec: PlanSpec | None = None
@@ -94,6 +96,12 @@ class FoundPlan:
     held: HeldStep | None = None
     state: OptimizerState = ADAMW
     why_unknown: str | None = None
+    calls: CallsOfStep = field(default_factory=CallsOfStep)
+
+    def note(self, call: StepCall, captured: CapturedGraph) -> None:
+        """A captured call runs; those of modules are kept until the plan is found."""
+        if self.is_open and call.local and call.training:
+            self.calls.add(captured)
 
     def take_held(self, request: StepRequest) -> HeldStep | None:
         """What is known of this very request, once: then it is let go of, like that of any other."""
@@ -111,21 +119,13 @@ class FoundPlan:
             return self.from_checkpoint if self.from_checkpoint is None else dict(self.from_checkpoint)
         return kept(self.question, self.document, self.notes)
 
+    def is_awaited(self, context: StageContext) -> bool:
+        """Whether a plan is yet to be found, at a whole step or after one that runs its own Python."""
+        return self.is_open and context.config.plan.base == AUTO and context.mesh.device_mesh.size() > 1
+
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""
-        is_open = self.is_open and context.config.plan.base == AUTO
-        return is_open and call.training and not call.local and context.mesh.device_mesh.size() > 1
-
-    def why_unfound(self, context: StageContext) -> str | None:
-        """What to tell of ``auto`` in a training that runs no whole step; None where there is nothing to tell."""
-        if self.spec is not None or context.config.plan.base != AUTO:
-            return None
-        idle = [name for name in context.mesh.active(context.mesh.spec.names) if not name.startswith("dp_")]
-        alike = f", and all ranks of {', '.join(idle)} compute the same unless rules say otherwise" if idle else ""
-        return (
-            "autoparallel: plan 'auto' is found for whole steps, which this training has none of: parameters lie in "
-            f"shards over all ranks, gathered where they are used, as plan 'fsdp' has them{alike}"
-        )
+        return self.is_awaited(context) and call.training and not call.local
 
     def check_memory(self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport) -> None:
         """Whether the plan that was found fits with what passes have made of its step.
@@ -215,6 +215,19 @@ def find_plan(
         error = caught
     context.control.raise_together(error)
     assert captured is not None
+    step = find_plan_of(captured, context, step_forecast, followers, layouts, optimizers)
+    context.found.held = HeldStep(request=request, captured=captured, capture_seconds=capturing.seconds, step=step)
+
+
+def find_plan_of(
+    captured: CapturedGraph,
+    context: StageContext,
+    step_forecast: StepForecast,
+    followers: Mapping[str, tuple[str, ...] | None],
+    layouts: Mapping[str, ParameterLayout],
+    optimizers: tuple[OptimizerState, str | None],
+) -> RewrittenStep | None:
+    """As ``find_plan``, for a step that every rank has captured; what passes made of it, where they were asked."""
     check_same_graph(captured, None, context.control)
     costs = cost_model(context.config, context.mesh, context.control)
     check_same_settings("before a plan is found", _settings(context, costs), context.control)
@@ -228,12 +241,10 @@ def find_plan(
     found.pins = staying(context, followers, layouts)
     found.state, found.why_unknown = context.control.gather(optimizers)[0]
     refused: list[str] = []
-    with context.progress.stage(f"find a plan for {request.name}"):
+    with context.progress.stage(f"find a plan for {captured.name}"):
         for policy in policies:
             try:
-                step = _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
-                found.held = HeldStep(request=request, captured=captured, capture_seconds=capturing.seconds, step=step)
-                return
+                return _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
             except Exception as error:
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before

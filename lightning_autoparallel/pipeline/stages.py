@@ -369,7 +369,9 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     if found is not None:
         return found
     try:
-        return make_plan(captured, spec, context.mesh, context.warn)
+        plan = make_plan(captured, spec, context.mesh, context.warn)
+        # What was found for all calls of modules together is told with each of them.
+        return replace(plan, notes=(*plan.notes, *context.found.notes)) if captured.local else plan
     except InfeasiblePlanError as error:
         if context.found.spec is None:
             raise

@@ -20,6 +20,7 @@ from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
+from lightning_autoparallel.pipeline.plan_of_calls import begin_step
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
 from lightning_autoparallel.strategy.last_rows import RowDim, RowsOfBatch, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
@@ -115,9 +116,10 @@ class LightningSteps:
                 self._climb_down(name, error)
             except (*NOT_CAPTURED, RanksDifferError) as error:
                 self._climb_down(name, error)
-        unfound = self._engine.context.found.why_unfound(self._engine.context)
-        if name == "training_step" and unfound is not None:
-            self._notice(unfound)
+        if name == "training_step":
+            unfound = begin_step(self._engine, self._trainer.global_step)
+            if unfound is not None:
+                self._notice(unfound)
         with around():
             output = self.forward.run(name, args, self._counters(args), rows)
             return without_spare(output, args[0], rows, _same_length(args[0]))

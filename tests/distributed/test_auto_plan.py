@@ -101,23 +101,6 @@ def test_a_training_finds_its_plan_at_the_first_step(mesh: Mapping[str, int], wo
     assert_equals_one_device(worlds(math.prod(mesh.values())).run(fit, mesh, "auto"), train(Found, None))
 
 
-class InForwardMode(Found):
-    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "capture": "forward"}
-
-
-def fit_in_forward_mode(mesh: Mapping[str, int]) -> Any:
-    return train(InForwardMode, mesh, math.prod(mesh.values()))
-
-
-def test_a_training_without_whole_steps_says_what_stands_in_for_the_plan(worlds: Worlds) -> None:
-    ranks = worlds(4).run(fit_in_forward_mode, {"dp_shard": 2, "tp": 2})
-    expected = train(Found, None).parameters
-    for rank in ranks:
-        torch.testing.assert_close(rank.parameters, expected, rtol=1e-5, atol=1e-6)
-    (told,) = [text for text in ranks[0].warnings if "plan 'auto'" in text]
-    assert "as plan 'fsdp' has them, and all ranks of tp compute the same unless rules say otherwise" in told
-
-
 class Mixed(nn.Module):
     """A block whose parameters' names end as those of the layers around it."""
 

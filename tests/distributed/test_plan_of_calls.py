@@ -1,0 +1,144 @@
+"""`auto` in trainings whose steps run their own Python: one plan for the calls of modules that the first step made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.jobs import Outcome, train
+from tests.distributed.test_auto_plan import Found
+from tests.support.worlds import Worlds
+
+
+class Called(Found):
+    """The blocks in Python's hands: one is called twice, the head's bias is read by the step itself."""
+
+    epochs = 3
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "capture": "forward"}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        x = self.net(x)
+        for layer in (*self.layers, self.layers[1]):
+            x = layer(x)
+        x = torch.tanh(x.mean(1) + self.head.bias.sum())
+        return nn.functional.cross_entropy(self.head(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)  # Adam blows up rounding where gradients are 0
+
+    def on_train_end(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        named = dict(self.named_parameters())
+        shards = {name: _placements(parameter) for name, parameter in named.items()}
+        moments = {name: _placements(optimizer.state[one]["momentum_buffer"]) for name, one in named.items()}
+        reports = getattr(self.trainer.strategy, "reports", {})
+        notes = {note for report in reports.values() for note in report.notes}
+        self.seen = {"shards": shards, "follow": moments == shards, "notes": notes, "calls": len(reports)}
+
+    def extra(self) -> Any:
+        return self.seen
+
+
+def _placements(value: torch.Tensor) -> list[str]:
+    return [str(each) for each in value.placements] if isinstance(value, DTensor) else []
+
+
+class Tight(Called):
+    """Layers without activations to speak of; whole, they take three times their bytes, with gradient and momentum."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {
+        **Called.strategy,
+        "memory_budget_gib": 2.7 * 12 * 64 * 65 * 4 / 2**30,
+        "bucket_mb": 64 * 65 * 4 / 1e6,  # else all layers are gathered at once, and none is spared
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Sequential(nn.Linear(6, 64)), nn.Linear(64, 3)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        x = self.net(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) / 4
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+class Impossible(Called):
+    strategy: ClassVar[Mapping[str, Any]] = {**Called.strategy, "memory_budget_gib": 1e-6}
+
+
+class Uncaptured(Called):
+    """Every module reads a value, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Reads(), nn.Unflatten(1, (6, 1)))
+        self.layers, self.head = nn.Sequential(*(Reads() for _ in range(2))), Reads(1)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.head(self.layers(self.net(x))).mean((1, 2)), y.float())
+
+
+class Reads(nn.Module):
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale if float(x.detach().sum()) < math.inf else x
+
+
+def fit(kind: type[Called], mesh: Mapping[str, int]) -> Outcome:
+    return train(kind, mesh, math.prod(mesh.values()))
+
+
+def compare(kind: type[Called], mesh: Mapping[str, int], worlds: Worlds) -> Outcome:
+    """Ranks train as one device does; what the first of them saw."""
+    ranks = worlds(math.prod(mesh.values())).run(fit, kind, mesh)
+    expected = train(kind, None)
+    for rank in ranks:
+        torch.testing.assert_close(rank.parameters, expected.parameters, rtol=1e-4, atol=1e-5)
+        assert rank.extra["follow"]
+    return ranks[0]
+
+
+def test_with_room_parameters_are_whole_after_the_first_step(worlds: Worlds) -> None:
+    told = compare(Called, {"dp_shard": 2}, worlds).extra
+    assert {tuple(placements) for placements in told["shards"].values()} == {("R",)}
+    assert any("solved in" in note for note in told["notes"]), told["notes"]
+    assert told["calls"] > 5
+
+
+def test_without_room_they_lie_in_shards_as_it_takes(worlds: Worlds) -> None:
+    outcome = compare(Tight, {"dp_shard": 2}, worlds)
+    cut = {name for name, placements in outcome.extra["shards"].items() if placements != ["R"]}
+    assert any(name.startswith("layers.") for name in cut), outcome.extra
+    assert not outcome.said("was not found"), [text for text in outcome.warnings if "not found" in text]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 2, "tp": 2}, pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.matrix)],
+    ids=lambda mesh: "x".join(mesh),
+)
+def test_on_several_axes(mesh: Mapping[str, int], worlds: Worlds) -> None:
+    assert not compare(Called, mesh, worlds).said("was not found")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Impossible, "no plan fits"), (Uncaptured, "no call of a module was captured")]
+)
+def test_where_no_plan_is_found_the_training_goes_on(kind: type[Called], reason: str, worlds: Worlds) -> None:
+    outcome = compare(kind, {"dp_shard": 2}, worlds)
+    (told,) = [text for text in outcome.warnings if "plan 'auto'" in text]
+    assert "as plan 'fsdp' has them" in told and reason in told
