@@ -83,6 +83,8 @@ def _kept_by_selective(forward: Forward) -> set[fx.Node]:
     """Attention, every second matmul, the first residual sum of each block, and what ranks have reduced.
 
     A matmul that ranks add up is of no use before that: what is saved is the sum, which spares its collective too.
+    What ranks exchange of a value that is saved is exchanged again: the same numbers would be saved twice, and what
+    reads them in the backward, such as the gradient of attention's output projection, seldom holds it up.
     """
     kept: set[fx.Node] = set()
     matmuls: dict[str, int] = {}
@@ -92,7 +94,7 @@ def _kept_by_selective(forward: Forward) -> set[fx.Node]:
         block = forward.blocks.get(node)
         if block is None:
             continue
-        if fxn.is_attention(node) or _is_reduced(node):
+        if fxn.is_attention(node) or (_is_reduced(node) and not _is_exchange_of(node, kept)):
             kept.add(node)
         elif node.target in MATMULS:
             matmuls[block] = matmuls.get(block, 0) + 1
@@ -107,6 +109,17 @@ def _kept_by_selective(forward: Forward) -> set[fx.Node]:
 def _is_reduced(node: fx.Node) -> bool:
     """Whether the node waits for what ranks add up or exchange."""
     return fxn.is_wait(node) and node.all_input_nodes[0].target in _REDUCTIONS
+
+
+def _is_exchange_of(wait: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether what is waited for are the elements of a value in ``kept``, on other ranks."""
+    collective = wait.all_input_nodes[0]
+    if collective.target is not collectives.ALL_TO_ALL:
+        return False
+    node = collective.all_input_nodes[0]
+    while _moves(node) or fxn.is_getitem(node):
+        node = node.all_input_nodes[0]
+    return node in kept
 
 
 def _only_reduced(node: fx.Node, members: set[fx.Node]) -> bool:

@@ -342,3 +342,26 @@ def test_what_ranks_add_up_is_saved_behind_the_sum():
     forward = Forward(calls=calls, blocks=dict.fromkeys(calls, "layers.0"), leaving=frozenset())
     wishes = wishes_of("selective", forward, calls)
     assert [node for node in calls if wishes[node] == "save"] == [wait, fourth]
+
+
+def test_what_is_saved_already_is_exchanged_again():
+    """An exchange moves elements between ranks: that of attention's result would be saved beside the result itself."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    calls = []
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        calls.append(graph.call_function(target, args))
+        calls[-1].meta["val"] = torch.zeros(4, 4)
+        return calls[-1]
+
+    def exchanged(node: fx.Node) -> fx.Node:
+        moved = call(aten.clone.default, call(aten.t.default, node))
+        return call(collectives.WAIT, call(collectives.ALL_TO_ALL, moved, [2, 2], [2, 2], "g"))
+
+    query = exchanged(call(aten.mm.default, x, x))
+    attention = call(aten._scaled_dot_product_flash_attention_for_cpu.default, query, query, query)
+    exchanged(call(operator.getitem, attention, 0))
+    forward = Forward(calls=calls, blocks=dict.fromkeys(calls, "layers.0"), leaving=frozenset())
+    wishes = wishes_of("selective", forward, calls)
+    assert [node for node in calls if wishes[node] == "save"] == [query, attention]
