@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -53,8 +54,18 @@ def interpreted(given: fx.GraphModule) -> GraphCallable:
     """A callable of the graph as it is, which empties the list that it is given.
 
     A caller's list, or a tuple of arguments, would keep every input alive until the graph has returned. Here inputs are
-    taken out of the list, and each is freed after its last use, as any other value.
+    taken out of the list, and each is freed after its last use, as any other value. The graph is read at the first run:
+    what is only planned has none.
     """
+
+    @cache
+    def module() -> fx.GraphModule:
+        return _taking(given)
+
+    return lambda arguments: run_graph(module(), arguments)
+
+
+def _taking(given: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     arguments = graph.placeholder("given")
     taken = {
@@ -62,8 +73,7 @@ def interpreted(given: fx.GraphModule) -> GraphCallable:
         for index, node in enumerate(given.graph.find_nodes(op="placeholder"))
     }
     graph.output(graph.graph_copy(given.graph, taken))
-    module = graph_module(given, graph)
-    return lambda arguments: run_graph(module, arguments)
+    return graph_module(given, graph)
 
 
 def _take(given: list[Any], index: int) -> Any:

@@ -56,17 +56,19 @@ def predict_memory(
     held: Collection[str] = (),
     surroundings: Surroundings | None = None,
     allocation_bytes: int = 1,
+    storages: GraphStorages | None = None,
 ) -> MemoryTimeline:
     """Live bytes of ``graph`` on one rank, in the order of its nodes.
 
     ``excluded`` and ``held`` are names of placeholders, as in ``Surroundings``, which says more. Every storage is
-    rounded up to a multiple of ``allocation_bytes`` (512 for CUDA's caching allocator).
+    rounded up to a multiple of ``allocation_bytes`` (512 for CUDA's caching allocator). ``storages`` are the graph's,
+    where they are known, of this order or of another one.
 
     Raises:
         UnsupportedOpError: a node has no recorded value.
     """
     around = surroundings or Surroundings(excluded=excluded, held=held)
-    storages = resolve_storages(graph, around.same)
+    storages = storages or resolve_storages(graph, around.same)
     return _Timeline(graph, storages, around, allocation_bytes).measure()
 
 

@@ -14,6 +14,7 @@ from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.cost.timeline import Timeline, node_collective_time_us, predict_timeline
 from lightning_autoparallel.errors import UnsupportedOpError
+from lightning_autoparallel.fx import nodes as fxn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,15 @@ class CostModel:
             UnsupportedOpError: nothing is known of an operator.
         """
         return graph_times_us(graph, self.hardware)
+
+    def all_times_us(self, graph: fx.Graph) -> dict[fx.Node, float]:
+        """Microseconds of every call of a graph on the stream that it runs on: collectives on their groups'.
+
+        Raises:
+            UnsupportedOpError: nothing is known of an operator, a collective's kind or its process group.
+        """
+        times_us = self.graph_times_us(graph)
+        return {**times_us, **{node: self.collective_time_us(node) for node in fxn.collectives_of(graph)}}
 
     def collective_time_us(self, node: fx.Node) -> float:
         """Microseconds of the collective that ``node`` starts.

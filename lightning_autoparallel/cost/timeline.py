@@ -24,6 +24,7 @@ from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
 _DONE_US = 1e-9  # left of a collective that is done, but for rounding
+Span = tuple[str, float, float]  # stream, begin and duration in microseconds
 COMPUTE = "compute"  # the stream of everything but collectives; theirs have the names of their process groups
 
 
@@ -33,15 +34,24 @@ class Timeline:
 
     ``time_us`` is the end of the last of them, ``compute_us`` the compute stream's busy time, ``communication_us`` the
     sum over collectives, and ``exposed_us`` what is left of the time when nothing computes. ``stalls_us`` has the
-    collectives whose wait holds the compute stream, by name, and for how long.
+    collectives whose wait holds the compute stream, by name, and for how long. ``spans`` has the stream, begin and
+    duration of each call, by name, in the graph's order.
     """
 
     time_us: float
     compute_us: float
     communication_us: float
     exposed_us: float
-    events: tuple[TimelineEvent, ...]
+    spans: Mapping[str, Span]
     stalls_us: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def events(self) -> tuple[TimelineEvent, ...]:
+        """The calls, as reports have them."""
+        return tuple(
+            TimelineEvent(name=name, stream=stream, start_us=start_us, duration_us=duration_us)
+            for name, (stream, start_us, duration_us) in self.spans.items()
+        )
 
 
 def predict_timeline(
@@ -53,7 +63,7 @@ def predict_timeline(
     """The timeline of ``graph`` in its present order, ``groups`` by process group name.
 
     ``times_us`` are what ``graph_times_us`` gives, where they are known, of this order or of another one: only which
-    of the calls that share a read is charged for it depends on the order.
+    of the calls that share a read is charged for it depends on the order. They may hold collectives' times as well.
 
     Raises:
         UnsupportedOpError: an operator or a process group of which nothing is known.
@@ -66,7 +76,8 @@ def predict_timeline(
         if fxn.is_wait(node):
             streams.wait(node)
         elif fxn.collective_kind(node):
-            streams.communicate(node, node_collective_time_us(node, hardware, groups))
+            # A call that only starts a collective takes no time itself.
+            streams.communicate(node, times_us.get(node) or node_collective_time_us(node, hardware, groups))
         elif times_us[node]:
             streams.compute(node, times_us[node])
     return streams.timeline()
@@ -103,7 +114,7 @@ class _Streams:
         self._started: dict[str, deque[_Running]] = {}  # by process group, the one that runs first
         self._done: set[fx.Node] = set()
         self._busy_us = self._communication_us = 0.0
-        self._events: dict[str, TimelineEvent] = {}  # by node, in the graph's order
+        self._spans: dict[str, Span] = {}  # by node, in the graph's order
         self._stalls_us: dict[str, float] = {}
 
     def compute(self, node: fx.Node, duration_us: float) -> None:
@@ -160,19 +171,17 @@ class _Streams:
 
     def _add(self, node: fx.Node, stream: str, start_us: float) -> None:
         """From then until now."""
-        duration_us = self._clock_us - start_us
-        event = TimelineEvent(name=node.name, stream=stream, start_us=start_us, duration_us=duration_us)
-        self._events[node.name] = event
+        self._spans[node.name] = stream, start_us, self._clock_us - start_us
 
     def timeline(self) -> Timeline:
         while any(self._started.values()):
             self._until_next()
-        time_us = max((event.end_us for event in self._events.values()), default=0.0)
+        time_us = max((start_us + duration_us for _, start_us, duration_us in self._spans.values()), default=0.0)
         return Timeline(
             time_us=time_us,
             compute_us=self._busy_us,
             communication_us=self._communication_us,
             exposed_us=time_us - self._busy_us,
-            events=tuple(self._events.values()),
+            spans=self._spans,
             stalls_us=self._stalls_us,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,7 +120,12 @@ def is_random(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is fused attention, forward or backward."""
-    return str(node.target).startswith("aten._scaled_dot_product_")
+    return _is_attention_target(node.target)
+
+
+@cache  # spelling an operator out takes longer than anything else that is asked of every node
+def _is_attention_target(target: Any) -> bool:
+    return str(target).startswith("aten._scaled_dot_product_")
 
 
 def is_getitem(node: fx.Node) -> bool:

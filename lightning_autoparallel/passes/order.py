@@ -24,6 +24,7 @@ from lightning_autoparallel.passes.merge_identical_collectives import merge_iden
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
 from lightning_autoparallel.passes.schedule_overlap import SurroundingsOf, schedule_overlap
+from lightning_autoparallel.passes.scheduling import KnownOrders
 from lightning_autoparallel.passes.sink_waits import sink_waits
 from lightning_autoparallel.passes.tag_collectives import tag_collectives
 
@@ -55,8 +56,9 @@ def split_passes(
     ``decompose`` says which products may begin before all that they read has arrived, ``backend`` is what
     groups talk through. What is ``disabled`` will not be run by the caller, and is not reckoned with.
     """
-    later = partial(_launching_passes, bucket_limit, costs)
-    preview = None if costs is None else partial(_preview, {}, later, costs, surroundings, disabled)
+    orders = KnownOrders()
+    later = partial(_launching_passes, bucket_limit, costs, orders)
+    preview = None if costs is None else partial(_preview, {}, later, costs, orders, surroundings, disabled)
     gathers = partial(decompose_gather_matmul, options=decompose, costs=costs, preview=preview)
     scatters = partial(decompose_matmul_scatter, options=decompose, costs=costs, preview=preview)
     return (
@@ -72,15 +74,19 @@ def split_passes(
 
 
 def _launching_passes(
-    bucket_limit: BucketLimit | None, costs: CostModel | None, surroundings: SurroundingsOf | None
+    bucket_limit: BucketLimit | None,
+    costs: CostModel | None,
+    orders: KnownOrders,
+    surroundings: SurroundingsOf | None,
 ) -> tuple[GraphPass, ...]:
     """The passes that say what is launched together, and when."""
+    order = partial(schedule_overlap, costs=costs, surroundings=surroundings, known=orders)
     return (
         GraphPass(name="bucket_collectives", run=partial(bucket_collectives, limit=bucket_limit)),
         GraphPass(name="prefetch_gathers", run=prefetch_gathers),
         GraphPass(name="sink_waits", run=sink_waits),
         # starts from the order that the others left, and keeps it where that is predicted to be the better one
-        GraphPass(name="schedule_overlap", run=partial(schedule_overlap, costs=costs, surroundings=surroundings)),
+        GraphPass(name="schedule_overlap", run=order),
         GraphPass(name="cap_compute_runs", run=cap_compute_runs),
     )
 
@@ -89,6 +95,7 @@ def _preview(
     known: dict[tuple[tuple[str, ...], ...], Timeline],
     later: Callable[[SurroundingsOf | None], Sequence[GraphPass]],
     costs: CostModel,
+    orders: KnownOrders,
     surroundings: SurroundingsOf | None,
     disabled: Collection[str],
     graph: fx.Graph,
@@ -110,7 +117,7 @@ def _preview(
     for graph_pass in later(None if around is None else lambda _: around):
         if graph_pass.name not in disabled:
             graph_pass.run(copied)
-    known[called] = costs.timeline(copied)
+    known[called] = costs.timeline(copied, orders.times_us(copied))
     return known[called]
 
 

@@ -7,16 +7,19 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.liveness import MemoryTimeline, Surroundings, predict_memory
+from lightning_autoparallel.cost.storage import resolve_storages
 from lightning_autoparallel.cost.timeline import Timeline
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
-from lightning_autoparallel.passes.scheduling.calls import changes_inputs
+from lightning_autoparallel.passes.scheduling.calls import changes_inputs, is_heavy
+from lightning_autoparallel.passes.scheduling.known import KnownOrders, structure_of
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import note_runs
 
@@ -32,34 +35,56 @@ def schedule_overlap(
     max_compute_prefetch: int = 50,
     put_off: int = 16,
     extra_bytes: int = 2**27,
+    known: KnownOrders | None = None,
 ) -> tuple[str, ...]:
     """Order the calls anew, if that is predicted to be faster.
 
     ``surroundings`` say what of the graph's inputs its caller holds; without them all are held. Nothing begins more
     than ``max_compute_prefetch`` heavy calls (matrix products, attention) ahead of its place, nor more than
-    ``put_off`` behind it. The predicted peak of live bytes rises by ``extra_bytes`` at most.
+    ``put_off`` behind it. The predicted peak of live bytes rises by ``extra_bytes`` at most. ``known`` remembers the
+    orders of graphs that are of one structure, and have the same surroundings.
     """
     if costs is None:
         return ("skipped: no costs",)
     changing = next(filter(changes_inputs, graph.nodes), None)
     if changing is not None:
         return (f"skipped: {changing.name} changes what it is given",)
+    known = known or KnownOrders()
+    structure = structure_of(graph)
+    found = known.find(structure, graph)
+    if found is not None:
+        note_runs(graph, is_heavy)
+        reorder(graph, found[0])
+        return found[1]
     before = list(graph.nodes)[:-1]
     around = surroundings(graph) if surroundings is not None else _all_held(graph)
+    options = ScheduleOptions(max_compute_prefetch=max_compute_prefetch, put_off=put_off, limit_bytes=extra_bytes)
     try:
-        times_us = costs.graph_times_us(graph)
-        old_time, old_memory = costs.timeline(graph, times_us), predict_memory(graph, surroundings=around)
-        options = ScheduleOptions(
-            max_compute_prefetch=max_compute_prefetch,
-            put_off=put_off,
-            limit_bytes=old_memory.peak_bytes + extra_bytes,
-        )
-        calls = read_calls(graph, costs, times_us)
-        note_runs(graph, calls.heavy.__contains__)
-        reorder(graph, schedule(calls, LiveBytes(graph, around), options, old_memory.live_bytes))
+        times_us = costs.all_times_us(graph)
+        notes = _ordered(graph, costs, times_us, around, options)
     except (UnsupportedOpError, ConfigError) as error:
         return (f"skipped: {error}",)
-    time, memory = costs.timeline(graph, times_us), predict_memory(graph, surroundings=around)
+    known.keep(structure, before, graph, times_us, notes)
+    return notes
+
+
+def _ordered(
+    graph: fx.Graph,
+    costs: CostModel,
+    times_us: Mapping[fx.Node, float],
+    around: Surroundings,
+    options: ScheduleOptions,
+) -> tuple[str, ...]:
+    """Order the calls anew, within the limit beyond the present peak, or leave them."""
+    before, storages = list(graph.nodes)[:-1], resolve_storages(graph, around.same)
+    old_time = costs.timeline(graph, times_us)
+    old_memory = predict_memory(graph, surroundings=around, storages=storages)
+    options = replace(options, limit_bytes=old_memory.peak_bytes + options.limit_bytes)
+    calls = read_calls(graph, times_us)
+    note_runs(graph, calls.heavy.__contains__)
+    reorder(graph, schedule(calls, LiveBytes(graph, around, storages), options, old_memory.live_bytes))
+    time = costs.timeline(graph, times_us)
+    memory = predict_memory(graph, surroundings=around, storages=storages)
     compared = _compared(old_time, time, old_memory, memory)
     is_faster = time.time_us <= old_time.time_us * (1 - _LEAST_GAIN)
     if is_faster and memory.peak_bytes <= options.limit_bytes:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,12 @@ def _check_same_graph(document: Mapping[str, Any], nodes: Sequence[fx.Node]) -> 
 
 
 def _placements(texts: Sequence[str] | None) -> Placements | None:
-    return None if texts is None else tuple(_placement(text) for text in texts)
+    return None if texts is None else _parsed(tuple(texts))
+
+
+@cache  # a plan of thousands of nodes has a handful of them
+def _parsed(texts: tuple[str, ...]) -> Placements:
+    return tuple(map(_placement, texts))
 
 
 def _placement(text: str) -> Placement:

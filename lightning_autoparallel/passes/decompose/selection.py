@@ -115,8 +115,7 @@ class _Chooser:
         if not hopeful:
             return self._notes()
         before = self._preview(graph, graph)
-        launched = {event.name for event in before.events}
-        passing = [node for node, times in hopeful if self._is_worth_it(node, times, before, launched)]
+        passing = [node for node, times in hopeful if self._is_worth_it(node, times, before)]
         if not passing:
             return self._notes()
         tried = _copied(graph)
@@ -146,8 +145,8 @@ class _Chooser:
             else:
                 self._say(node, f"whole: {small}")
 
-    def _is_worth_it(self, node: fx.Node, times: Times, before: Timeline, launched: set[str]) -> bool:
-        if node.name not in launched:
+    def _is_worth_it(self, node: fx.Node, times: Times, before: Timeline) -> bool:
+        if node.name not in before.spans:
             self._say(node, "whole: it shares a launch with others")
             return False
         return self._passes(node, times, before.stalls_us.get(node.name, 0.0), "")

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 from torch import fx
 
-from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.flops import counts_flops
 from lightning_autoparallel.fx import nodes as fxn
 
@@ -32,18 +31,14 @@ class Calls:
     feeding: frozenset[fx.Node]
 
 
-def read_calls(graph: fx.Graph, costs: CostModel, times_us: Mapping[fx.Node, float]) -> Calls:
-    """The facts of ``graph``, whose calls take ``times_us`` on the compute stream.
-
-    Raises:
-        UnsupportedOpError: a process group of which nothing is known.
-    """
+def read_calls(graph: fx.Graph, times_us: Mapping[fx.Node, float]) -> Calls:
+    """The facts of ``graph``, whose calls take ``times_us`` on the stream that each runs on."""
     nodes = tuple(node for node in graph.nodes if node.op != "output")
     heavy = frozenset(filter(is_heavy, nodes))
     return Calls(
         nodes=nodes,
         place={node: index for index, node in enumerate(nodes)},
-        times_us={n: costs.collective_time_us(n) if fxn.collective_kind(n) else times_us[n] for n in nodes},
+        times_us=times_us,
         needs=_needs(nodes),
         heavy=heavy,
         heavy_before=tuple(accumulate((node in heavy for node in nodes), initial=0)),

@@ -87,16 +87,19 @@ class _Finder:
 
     def _latest(self, collective: fx.Node, busy_us: list[tuple[float, float]]) -> int | None:
         calls, wanted_us = self._calls, self._calls.times_us[collective] * _SPARE
-        old, alive_bytes = calls.place[collective], 0
-        for place in range(old, -1, -1):
-            alive_bytes = max(alive_bytes, self._live_bytes[place])
-            if calls.heavy_before[old] - calls.heavy_before[place] > self._most:
-                return None
+        old, latest_us = calls.place[collective], self._needed_us[collective] - wanted_us
+        place = min(old, bisect_right(self._begun_us, latest_us) - 1)
+        while place >= 0 and calls.heavy_before[old] - calls.heavy_before[place] <= self._most:
             begin_us = self._begun_us[place]
-            if begin_us + wanted_us <= self._needed_us[collective] and _is_free(busy_us, begin_us, wanted_us):
-                late = self._late(collective, place)
-                has_room = late is not None and alive_bytes + sum(map(self._room.adds, late)) <= self._room.limit_bytes
-                return place if has_room else None
+            other = _overlapping(busy_us, begin_us, wanted_us)
+            if other is not None:
+                # the latest place from which it would be done before the other one begins
+                place = min(place, bisect_right(self._begun_us, other[0] - wanted_us)) - 1
+                continue
+            late = self._late(collective, place)
+            alive_bytes = max(self._live_bytes[place : old + 1])
+            has_room = late is not None and alive_bytes + sum(map(self._room.adds, late)) <= self._room.limit_bytes
+            return place if has_room else None
         return None
 
     def _late(self, collective: fx.Node, place: int) -> set[fx.Node] | None:
@@ -123,7 +126,9 @@ class _Finder:
         return self._calls.place[collective] < place and self._interval[collective][1] <= self._begun_us[place]
 
 
-def _is_free(busy_us: list[tuple[float, float]], begin_us: float, wanted_us: float) -> bool:
+def _overlapping(busy_us: list[tuple[float, float]], begin_us: float, wanted_us: float) -> tuple[float, float] | None:
+    """The interval that one of this length would overlap with, the earlier one where there are two."""
     after = bisect_right(busy_us, (begin_us, float("inf")))
-    ends_before = after == 0 or busy_us[after - 1][1] <= begin_us
-    return ends_before and (after == len(busy_us) or begin_us + wanted_us <= busy_us[after][0])
+    if after and busy_us[after - 1][1] > begin_us:
+        return busy_us[after - 1]
+    return busy_us[after] if after < len(busy_us) and begin_us + wanted_us > busy_us[after][0] else None

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from torch import fx
 
 from lightning_autoparallel.cost.liveness import READ_WHILE_RUNNING, Surroundings
-from lightning_autoparallel.cost.storage import resolve_storages
+from lightning_autoparallel.cost.storage import GraphStorages, resolve_storages
 from lightning_autoparallel.fx import nodes as fxn
 
 
 class LiveBytes:
     """Bytes alive after each call that is passed to ``run``: storages go with the last call that reads them."""
 
-    def __init__(self, graph: fx.Graph, around: Surroundings) -> None:
-        self._storages = resolve_storages(graph, around.same)
+    def __init__(self, graph: fx.Graph, around: Surroundings, storages: GraphStorages | None = None) -> None:
+        self._storages = storages or resolve_storages(graph, around.same)
         self._around = around
         self._sizes = [storage.size_bytes for storage in self._storages.storages]
         self._made: dict[fx.Node, list[int]] = {}

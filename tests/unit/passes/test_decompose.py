@@ -339,7 +339,7 @@ def test_both_sides_of_the_gate_are_seen():
 def test_what_is_hidden_anyway_stays_whole():
     graph = linear("gather", 512, 2048, 2048)
     hidden = Timeline(
-        time_us=1.0, compute_us=1.0, communication_us=1.0, exposed_us=0.0, events=COSTS.timeline(graph).events
+        time_us=1.0, compute_us=1.0, communication_us=1.0, exposed_us=0.0, spans=COSTS.timeline(graph).spans
     )
     (note,) = decompose_gather_matmul(graph, options=NCCL, costs=COSTS, preview=lambda *_: hidden)
     assert "whole: decomposed" in note and "(exposed 0," in note and launches(graph) == {"all_gather": 1}

@@ -32,7 +32,7 @@ def test_what_needs_a_running_collective_does_not_start_before_that_is_done(
     whole = build.call(aten.view.default, build.wait(view), [8 * WIDTH, WIDTH])
     second = build.gather(build.call(aten.slice.Tensor, whole, 0, 0, WIDTH // 2), 2, "tp")
     graph = build.output(build.call(aten.mm.default, build.wait(second), work[-1]))
-    calls = read_calls(graph, COSTS, COSTS.graph_times_us(graph))
+    calls = read_calls(graph, COSTS.all_times_us(graph))
     assert 2 < calls.times_us[first] / calls.times_us[work[0]] < 3
     found = early_places(calls, 50, _unlimited(graph)).get(second)
     assert found == (None if place is None else calls.place[work[place]])
@@ -50,9 +50,7 @@ def _scheduled(graph: fx.Graph, extra_bytes: int) -> tuple[int, int]:
     options = ScheduleOptions(max_compute_prefetch=50, put_off=16, limit_bytes=limit_bytes)
     reorder(
         graph,
-        schedule(
-            read_calls(graph, COSTS, COSTS.graph_times_us(graph)), LiveBytes(graph, around), options, memory.live_bytes
-        ),
+        schedule(read_calls(graph, COSTS.all_times_us(graph)), LiveBytes(graph, around), options, memory.live_bytes),
     )
     graph.lint()
     return predict_memory(graph, surroundings=around).peak_bytes, memory.peak_bytes
