@@ -10,6 +10,7 @@ from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.schedule_overlap import reorder, schedule_overlap
+from lightning_autoparallel.passes.scheduling.known import KnownOrders, structure_of
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE
 from tests.support.lockstep import run_lockstep
@@ -178,3 +179,35 @@ def test_reorder_leaves_the_output_last():
     nodes = [node for node in graph.nodes if node.op != "output"]
     reorder(graph, nodes)
     assert list(graph.nodes)[:-1] == nodes
+
+
+def _copied(graph: fx.Graph, renamed: str) -> fx.Graph:
+    copied, known = fx.Graph(), {}
+    for node in graph.find_nodes(op="placeholder"):
+        known[node] = copied.node_copy(node)
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        known[node] = copied.node_copy(node, known.__getitem__)
+        known[node].name = f"{renamed}{node.name}"
+    copied.output([known[node] for node in graph.output_node().args[0]])
+    return copied
+
+
+def test_a_graph_of_a_known_structure_is_ordered_as_the_first_was():
+    graph, known = _backward(3), KnownOrders()
+    same, other = _copied(graph, "x_"), _backward(4)
+    notes = schedule_overlap(graph, costs=COSTS, known=known)
+    assert known.times_us(graph) == COSTS.all_times_us(graph)
+    assert known.find(structure_of(other), other) is None
+    assert schedule_overlap(same, costs=COSTS, known=known) == notes
+    assert [name.removeprefix("x_") for name in _order(same)] == _order(graph)
+    assert {node.name: us for node, us in known.times_us(same).items()} == {
+        node.name: us for node, us in COSTS.all_times_us(same).items()
+    }
+
+
+def test_another_group_is_another_structure():
+    graph = _backward(2)
+    before = structure_of(graph)
+    reduction = next(fxn.collectives_of(graph))
+    reduction.args = (*reduction.args[:-1], "another")
+    assert structure_of(graph) != before
