@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.torch_compat.collectives import concatenated_mesh, give_default_timeout, new_ordered_groups
+from lightning_autoparallel.torch_compat.collectives import (
+    can_order_ranks,
+    concatenated_mesh,
+    give_default_timeout,
+    has_group,
+    new_ordered_groups,
+)
 from lightning_autoparallel.torch_compat.default_world import backend_of
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_groups
 
@@ -22,7 +29,8 @@ from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_g
 class ParallelMesh:
     """A device mesh and its flattened sub-meshes, keyed by the mesh axes they join.
 
-    ``ordered`` are the groups whose ranks count in another order of axes, made when they were asked for.
+    ``ordered`` are groups whose ranks count in another order of axes, which a plan or a pass has asked for. They have
+    names; they are made where a step is to run that uses them.
     """
 
     spec: MeshSpec
@@ -80,23 +88,40 @@ class ParallelMesh:
     def ordered_axis(self, axes: Sequence[PlanAxis]) -> PlanAxis | None:
         """``axes`` as one whose ranks count in this order, the first slowest; a group of its own unless it ascends.
 
-        The group is made at the first call, which all ranks must make in the same sequence: ask only where what they
-        do depends on nothing but the agreed graph and plan. None where torch cannot order the ranks of a group.
+        Nothing is made: collectives on it may run once ``make_groups`` was told its name. None where torch cannot
+        order the ranks of a group.
         """
         names = tuple(name for axis in axes for name in self.active(axis.mesh_axes))
         if names in self.submeshes:
             return self.plan_axis(names)
+        if not can_order_ranks():
+            return None
         if names not in self.ordered:
-            rank_lists = self._ranks_in_order(names)
-            with one_gloo_thread():
-                group = new_ordered_groups(rank_lists)
-            if group is None:
-                return None
-            (own,) = (ranks for ranks in rank_lists if dist.get_rank() in ranks)
+            (own,) = (ranks for ranks in self._ranks_in_order(names) if dist.get_rank() in ranks)
             self.ordered[names] = PlanAxis(
-                mesh_axes=names, size=len(own), rank=own.index(dist.get_rank()), group_name=group.group_name
+                mesh_axes=names, size=len(own), rank=own.index(dist.get_rank()), group_name=self._name_of(names)
             )
         return self.ordered[names]
+
+    def make_groups(self, names: Collection[str]) -> None:
+        """Make the groups of these names that are not there yet; every rank calls it with the same ones.
+
+        Names of other groups than those that were asked for are let pass.
+        """
+        for axis in sorted(self.ordered.values(), key=lambda axis: axis.group_name):
+            if axis.group_name in names and not has_group(axis.group_name):
+                with one_gloo_thread():
+                    new_ordered_groups(self._ranks_in_order(axis.mesh_axes), axis.group_name)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups that there are."""
+        return tuple(name for name in self.axes_by_group() if has_group(name))
+
+    def _name_of(self, names: tuple[str, ...]) -> str:
+        """Alike on all ranks, and for all meshes of these ranks."""
+        ranks = hashlib.blake2b(str(self.device_mesh.mesh.tolist()).encode(), digest_size=6).hexdigest()
+        return f"{','.join(names)} of {','.join(self.spec.names)} {ranks}"
 
     def _ranks_in_order(self, names: tuple[str, ...]) -> list[list[int]]:
         """The ranks of every group over ``names``, counted along the last of them first."""

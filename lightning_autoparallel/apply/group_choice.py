@@ -10,7 +10,7 @@ from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.fx.placements import cut_order, dim_of, touch
 
 Warn = Callable[[str], None]
-# Axes in the order in which their ranks count, the first one slowest -> that group; None where it cannot be made.
+# Axes in the order in which their ranks count, the first one slowest -> that group; None where there can be none.
 OrderedAxis = Callable[[Sequence[PlanAxis]], PlanAxis | None]
 
 
@@ -35,7 +35,7 @@ class WarnOnce:
 
 
 class Groups:
-    """The groups that join several of ``axes``: ``joint_axes``, and what ``ordered`` makes when it is wanted."""
+    """The groups that join several of ``axes``: ``joint_axes``, and what is asked of ``ordered``."""
 
     def __init__(
         self,

@@ -52,8 +52,7 @@ _SHAPE_ARGUMENT = {
 def lower_graph(captured: CapturedGraph, plan: ShardingPlan, ordered: OrderedAxis | None = None) -> ShardedGraph:
     """The graph that each rank runs: the global program's nodes on local shapes, in the plan's placements.
 
-    ``ordered`` makes process groups whose ranks count in another order than the mesh's. It is called in the same
-    sequence on all ranks, which lower the same graph with the same plan.
+    ``ordered`` is asked for process groups whose ranks count in another order than the mesh's.
     """
     captured, plan, _ = eliminate_alias_round_trips(captured, plan)
     lowering = _Lowering(captured, plan, ordered)

@@ -53,7 +53,7 @@ def group_shapes(
 
 
 class MeshGroups(Mapping[str, GroupShape]):
-    """Process group name -> shape, for all groups of a mesh; those that passes make later are found too."""
+    """Process group name -> shape, for all groups of a mesh; those that passes ask for later are found too."""
 
     def __init__(self, mesh: ParallelMesh, ranks_per_node: int) -> None:
         self._mesh, self._ranks_per_node = mesh, ranks_per_node

@@ -12,10 +12,7 @@ JoinGroups = Callable[[Sequence[str]], PlanAxis | None]
 
 
 def joint_groups(mesh: ParallelMesh) -> JoinGroups | None:
-    """Find, or make at the first question, groups that join several of ``mesh``; None on a mesh of one axis.
-
-    All ranks ask for the same groups in the same order, as they rewrite the same graphs.
-    """
+    """Find, or ask for, groups that join several of ``mesh``; None on a mesh of one axis."""
     if len(mesh.active(mesh.spec.names)) < 2:
         return None
 
@@ -36,7 +33,7 @@ def _axes_of(mesh: ParallelMesh) -> list[PlanAxis]:
 
 
 class AxesByGroup(Mapping[str, str]):
-    """Process group name -> mesh axes as reports spell them, groups that passes make included."""
+    """Process group name -> mesh axes as reports spell them, groups that passes ask for included."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh

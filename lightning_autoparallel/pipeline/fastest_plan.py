@@ -1,6 +1,7 @@
 """Of the plans that a solver thinks best, the one that is predicted to be fastest once passes have rewritten its step.
 
-Every rank takes every plan through the passes, which make process groups together; rank 0's figures decide.
+Every rank takes every plan through the passes, since the one that is taken is compiled as they leave it; rank 0's
+figures decide.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> No
 
 
 def check_same_start(partitioned: PartitionedGraph, settings: Mapping[str, object], control: ControlGroup) -> None:
-    """Compare what passes start from: their settings, by name, and the graphs. Passes may make process groups together.
+    """Compare what passes start from: their settings, by name, and the graphs.
 
     Raises:
         PassError: some rank's settings or calls are not those of rank 0; all ranks raise it.

@@ -154,6 +154,7 @@ def finish_step(
     with clock("compile"):
         # Until here no rank's graph tells which rank it is of. In a fake world there is nobody to run it.
         if context.mesh.backend != "fake":
+            context.mesh.make_groups(_groups_of(partitioned))
             partitioned = specialize_partitioned(partitioned, group_place)
         forward, backward = _lowered(partitioned, context, compiles)
     return CompiledStep(
@@ -238,6 +239,12 @@ def _waiting(plan: ShardingPlan, captured: CapturedGraph, waiting: Mapping[str, 
     return replace(plan, outputs=tuple(outputs))
 
 
+def _groups_of(partitioned: PartitionedGraph) -> set[str]:
+    """Names of the process groups that its calls run on."""
+    calls = (node for half in partitioned.graphs().values() for node in half.graph.nodes)
+    return {argument for node in calls for argument in node.args if isinstance(argument, str)}
+
+
 def _lowered(
     partitioned: PartitionedGraph, context: StageContext, compiles: bool
 ) -> tuple[GraphCallable, GraphCallable | None]:
@@ -262,7 +269,6 @@ def _rewritten(
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
-    # Passes may make process groups, which all ranks must make together.
     check_same_start(partitioned, _settings(config, costs), context.control)
     around = partial(surroundings_of, partitioned)
     backend = _backend(context.mesh, costs)

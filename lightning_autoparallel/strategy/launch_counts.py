@@ -29,13 +29,14 @@ class LaunchCounter:
             yield
             return
         # Asked anew each time: a step that was captured in between may have made groups of its own.
-        before = {group: launched_collectives(group) for group in self._mesh.axes_by_group()}
+        before = {group: launched_collectives(group) for group in self._mesh.groups}
         self._counting = True
         try:
             yield
         finally:
             self._counting = False
-        for group, axes in self._mesh.axes_by_group().items():
-            launched = launched_collectives(group) - before.get(group, 0)
+        axes_by_group = self._mesh.axes_by_group()
+        for group in self._mesh.groups:
+            axes, launched = axes_by_group[group], launched_collectives(group) - before.get(group, 0)
             if launched:
                 self.measured[axes] = self.measured.get(axes, 0) + launched

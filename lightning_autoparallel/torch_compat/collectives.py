@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import _register_process_group, _resolve_process_group, _set_pg_timeout
 
 c10d = torch.ops._c10d_functional
 
@@ -56,18 +56,31 @@ def give_default_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
             _set_pg_timeout(timeout, group)
 
 
-def new_ordered_groups(rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """One group per list, its ranks counted in the order of the list; the one that this process is in.
+def can_order_ranks() -> bool:
+    """Whether the ranks of a group may count in another order than theirs: else torch sorts them."""
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
-    All ranks call it alike. None where torch sorts the ranks of every group. The timeout is the default group's.
+
+def has_group(name: str) -> bool:
+    """Whether collectives find a process group by this name."""
+    try:
+        _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def new_ordered_groups(rank_lists: Sequence[Sequence[int]], name: str) -> None:
+    """One group per list, its ranks counted in the order of the list; ``name`` is that which this process is in.
+
+    All ranks call it alike, where they ``can_order_ranks``. The timeout is the default group's.
     """
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        return None
     own, timeout = None, default_timeout()
     for ranks in rank_lists:
         group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         own = group if dist.get_rank() in ranks else own
-    return own
+    assert own is not None, "every rank is in one of the lists"
+    _register_process_group(name, own)  # type: ignore[arg-type]
 
 
 def init_fake_world(world_size: int, rank: int = 0) -> None:

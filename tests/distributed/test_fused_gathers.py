@@ -39,6 +39,7 @@ def gather_both_ways() -> dict[str, tuple[bool, bool]]:
         equal = []
         graph = gathering(axes, full.shape, source, order)
         for _ in range(2):
+            mesh.make_groups(set(mesh.axes_by_group()))
             (result,) = fx.GraphModule(nn.Module(), graph)(shard)
             equal.append(torch.equal(result, full))
             fuse_chained_all_gathers(graph, join=joint_groups(mesh))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
-from lightning_autoparallel.torch_compat.collectives import new_ordered_groups
+from lightning_autoparallel.torch_compat.collectives import can_order_ranks, new_ordered_groups
 from lightning_autoparallel.torch_compat.gloo import _devices
 from tests.support.worlds import Worlds
 
@@ -84,7 +84,9 @@ def timeouts_of_other_groups() -> list[float]:
     with mock.patch("lightning_autoparallel.mesh.own_gloo_groups", lambda device_type: None):
         mesh = build_mesh(MeshSpec.from_mapping({"dp_shard": 2, "tp": 1}), "cpu")
     groups = [submesh.get_group() for submesh in mesh.submeshes.values()]
-    groups += [group for group in [new_ordered_groups([[1, 0]])] if group is not None]
+    if can_order_ranks():
+        new_ordered_groups([[1, 0]], "backwards")
+        groups.append(dist.distributed_c10d._resolve_process_group("backwards"))
     found = [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
     world._set_default_timeout(before)
     return found

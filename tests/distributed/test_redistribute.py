@@ -60,6 +60,7 @@ def redistributed(pairs: list[Pair], shape: tuple[int, int] = SHAPE) -> tuple[li
     mesh = build_mesh(MeshSpec.from_mapping(dict.fromkeys(NAMES[-count:], 2)), "cpu")
     axes = tuple(mesh.plan_axis((name,)) for name in mesh.spec.names)
     graph = graph_of_all(pairs, shape, axes, joint_axes(axes, mesh), mesh.ordered_axis)
+    mesh.make_groups({axis.group_name for axis in mesh.ordered.values()})
     full, parts_of = full_tensor(shape), parts_of_all if shape == SHAPE else nested_parts_of_all
     inputs = [parts_of(full, source, mesh.spec.sizes)[dist.get_rank()] for source in sources_of(pairs)]
     return list(fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*inputs)), list(mesh.ordered)

@@ -1,15 +1,16 @@
 """Train third-party models on all sides and print a line for each.
 
-    python -m tests.thirdparty.table [--oracles] [--trace] [NAME ...]
+    python -m tests.thirdparty.table [--oracles] [--tp] [--trace] [NAME ...]
 
 A name is `library/model` or the beginning of several. `--oracles` leaves this package out and compares DDP with one
-device, which says whether a case is sound; `--trace` adds tracebacks.
+device, which says whether a case is sound; `--tp` trains on four ranks of two axes; `--trace` adds tracebacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 from tests.thirdparty.compare import LIMIT_S, Row, run_case, run_oracles
 from tests.thirdparty.registry import builders, missing
@@ -20,10 +21,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[""])
     parser.add_argument("--oracles", action="store_true")
+    parser.add_argument("--tp", action="store_true")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     chosen = parser.parse_args()
-    run = run_oracles if chosen.oracles else run_case
+    run = run_oracles if chosen.oracles else partial(run_case, side="tp" if chosen.tp else "ours")
     rows: list[Row] = []
     for name in builders():
         if name.startswith(tuple(chosen.names)):

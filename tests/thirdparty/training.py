@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel import AutoParallelStrategy
+from tests.support.slow_memory import SLOW_MEMORY
 from tests.thirdparty.built import Built
 from tests.thirdparty.registry import build
 
 # `nudged` is plain from weights changed in their last bit: how far rounding alone carries the training.
-SIDES = ("plain", "nudged", "ddp", "ours")
-ALONE = ("plain", "nudged")
+# `tp` is ours on two axes, by rates that have small layers cut.
+RANKS = {"plain": 1, "nudged": 1, "ddp": 2, "ours": 2, "tp": 4}
 NUDGE = 6e-8
 
 
@@ -69,7 +70,7 @@ def _train(built: Built, side: str) -> Outcome:
     strategy = _strategy(side)
     trainer = Trainer(
         accelerator="cpu",
-        devices=1 if side in ALONE else 2,
+        devices=RANKS[side],
         strategy=strategy,
         max_epochs=1,
         num_sanity_val_steps=0,
@@ -83,13 +84,15 @@ def _train(built: Built, side: str) -> Outcome:
     )
 
     def loader() -> DataLoader:
-        rank, shards = (0, 1) if side in ALONE else (trainer.global_rank, trainer.world_size)
+        rank, shards = trainer.global_rank, trainer.world_size
+        if isinstance(strategy, AutoParallelStrategy):
+            rank, shards = strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size
         return DataLoader([built.rows(batch, rank, shards) for batch in built.batches], batch_size=None)
 
     built.module.train_dataloader = loader
     trainer.fit(built.module)
     modes = getattr(strategy, "modes", {})
-    mode = modes.get("training_step", "step") if side == "ours" else ""
+    mode = modes.get("training_step", "step") if isinstance(strategy, AutoParallelStrategy) else ""
     return Outcome(losses=losses.values, before=before, after=_state(built), mode=mode)
 
 
@@ -104,6 +107,8 @@ def _nudge(built: Built) -> None:
 def _strategy(side: str) -> Any:
     if side == "ours":
         return AutoParallelStrategy(mesh={"dp_shard": -1}, compile=False)
+    if side == "tp":
+        return AutoParallelStrategy(mesh={"dp_shard": 2, "tp": 2}, hardware=dict(SLOW_MEMORY), compile=False)
     return DDPStrategy(find_unused_parameters=True) if side == "ddp" else "auto"
 
 

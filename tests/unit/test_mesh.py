@@ -47,14 +47,20 @@ def test_groups_are_named_by_their_axes(fake_mesh):
 
 
 @pytest.mark.parametrize("rank", [0, 7, 11])
-def test_a_group_in_another_order_is_made_when_it_is_asked_for(fake_mesh, rank: int):
+def test_a_group_in_another_order_is_made_once_it_is_to_be_used(fake_mesh, rank: int):
     mesh = fake_mesh(rank=rank, **AXES)
     before = set(mesh.axes_by_group())
     axes = [mesh.plan_axis((name,)) for name in ("tp", "dp_shard")]
     axis = mesh.ordered_axis(axes)
     ranks = expected_ranks(("dp_shard", "tp"), rank)
     ranks = [*ranks[0::2], *ranks[1::2]]  # all of the first half of tp, then all of the second
+    assert axis.group_name not in mesh.groups
+    mesh.make_groups({axis.group_name, "another's"})
+    assert axis.group_name in mesh.groups
     assert dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(axis.group_name)) == ranks
+    again = build_mesh(MeshSpec.from_mapping(AXES), "cpu")  # of the same ranks: there is such a group
+    assert again.ordered_axis(axes) == axis
+    again.make_groups({axis.group_name})
     assert (axis.mesh_axes, axis.size, axis.rank) == (("tp", "dp_shard"), 6, ranks.index(rank))
     assert mesh.ordered_axis(axes) is axis
     assert {group: mesh.axes_by_group()[group] for group in set(mesh.axes_by_group()) - before} == {
