@@ -16,9 +16,9 @@ SIDES = 2  # ours and one oracle
 @pytest.mark.thirdparty
 @pytest.mark.timeout(SIDES * LIMIT_S + 60)
 @pytest.mark.parametrize("name", builders())
-@pytest.mark.parametrize("side", ["ours", pytest.param("tp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("side", ["ours", "tp"])
 def test_trains_like_its_oracle(name: str, side: str, record_property):
-    """On two ranks, or on two axes of two; `-m "thirdparty and not matrix"` leaves the latter out."""
+    """On two ranks, or on two axes of two."""
     row = run_case(name, side=side)
     record_property("thirdparty", str(row))
     assert row.passed, f"{row}\n{row.trace}"
