@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_autoparallel.apply import followers
 from lightning_autoparallel.capture.joined import join_calls
 from lightning_autoparallel.contracts import CapturedGraph
-from lightning_autoparallel.errors import AutoParallelError, ConfigError
+from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.pipeline.found_plan import find_plan_of
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.stages import StageContext, step_forecast
@@ -31,10 +31,10 @@ def begin_step(engine: StepEngine, step: int) -> str | None:
     then they stay in shards.
     """
     context, found = engine.context, engine.context.found
-    if not found.is_awaited(context) or engine.deferred.owed:
+    if not found.is_awaited(context):
         return None
     calls = found.calls.begin(step)
-    if calls is None:
+    if calls is None or engine.deferred.owed:  # gradients that wait cannot move
         return None
     why = _find(engine, calls) if calls else "no call of a module was captured"
     found.is_open = False
@@ -52,10 +52,10 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
     joined = join_calls("training_step", calls)
     try:
         find_plan_of(joined, engine.context, step_forecast, moving, engine.layouts, state)
-    except ConfigError:
-        raise
     except AutoParallelError as error:  # the training goes on as it began
         return str(error)
+    except Exception as error:  # of ours, which all ranks have been told of: no reason to end a training that runs
+        return f"{type(error).__name__}: {error}"
     return None
 
 
