@@ -92,7 +92,7 @@ def _launching_passes(
 
 
 def _preview(
-    known: dict[tuple[tuple[str, ...], ...], Timeline],
+    known: dict[tuple[str, ...], Timeline],
     later: Callable[[SurroundingsOf | None], Sequence[GraphPass]],
     costs: CostModel,
     orders: KnownOrders,
@@ -103,10 +103,10 @@ def _preview(
 ) -> Timeline:
     """The timeline of ``asked``, which is ``graph`` or a rewritten copy of it, as later passes will leave it.
 
-    ``known`` keeps them, by what is called in which order: what one pass has chosen is what the next one starts from.
-    A copy is rewritten further.
+    ``known`` keeps them, by the names of the calls in order, which every decomposition changes: what one pass has
+    chosen is what the next one starts from. A copy is rewritten further.
     """
-    called = tuple((node.name, *(argument.name for argument in node.all_input_nodes)) for node in asked.nodes)
+    called = tuple([node.name for node in asked.nodes])
     if called in known:
         return known[called]
     around = None if surroundings is None else surroundings(graph)

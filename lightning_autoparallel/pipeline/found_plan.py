@@ -40,6 +40,7 @@ from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, 
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
+from lightning_autoparallel.torch_compat.tracing import collection_paused
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -353,7 +354,8 @@ def _through_passes(
     for number, (one, plan) in enumerate(candidates, start=1):
         context.progress.advance(f"plan {number} of {len(candidates)} through the passes")
         try:
-            forecast = step_forecast(captured, plan, context, costs)
+            with collection_paused():  # graphs are large, and what is thrown away of them goes between plans
+                forecast = step_forecast(captured, plan, context, costs)
         except Exception as error:  # on all ranks alike; there is a better plan, which is known to go through
             if not contenders:
                 raise
