@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.jobs import Net, train
+from tests.support.tiers import tiered
 from tests.support.worlds import Worlds
 
 MESH = {"dp_shard": 2, "tp": 2}
@@ -145,7 +146,9 @@ class Compiled(ThenSequence):
     strategy: ClassVar[Mapping[str, Any]] = {**ThenSequence.strategy, "compile": True}
 
 
-@pytest.mark.parametrize("kind", [Whole, ByColumn, ThenSequence, AlongTheSequence, Compiled])
+@pytest.mark.parametrize(
+    "kind", tiered([Whole, ByColumn, ThenSequence, AlongTheSequence, Compiled], (Whole, AlongTheSequence).__contains__)
+)
 def test_one_mask_for_the_whole_batch(kind: type[Dropping], worlds: Worlds) -> None:
     outcomes = worlds(4).run(train, kind, MESH, 4)
     seen: list[Seen] = [outcome.extra for outcome in outcomes]

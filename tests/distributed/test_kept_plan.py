@@ -66,7 +66,7 @@ def fit(
     }
 
 
-@pytest.mark.parametrize("folders", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize("folders", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["folder", "file"])
 def test_resuming_goes_on_by_the_plan_that_was_found(folders: bool, worlds: Worlds, tmp_path: Path) -> None:
     place, kind = str(tmp_path / "half.ckpt"), {"save_distributed_checkpoint": folders}
     whole = worlds(4).run(fit, ALL, None, None)

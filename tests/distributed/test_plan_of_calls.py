@@ -126,17 +126,20 @@ def test_without_room_they_lie_in_shards_as_it_takes(worlds: Worlds) -> None:
     assert not outcome.said("was not found"), [text for text in outcome.warnings if "not found" in text]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    "mesh",
-    [{"dp_shard": 2, "tp": 2}, pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.matrix)],
-    ids=lambda mesh: "x".join(mesh),
+    "mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=lambda mesh: "x".join(mesh)
 )
 def test_on_several_axes(mesh: Mapping[str, int], worlds: Worlds) -> None:
     assert not compare(Called, mesh, worlds).said("was not found")
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [(Impossible, "no plan fits"), (Uncaptured, "no call of a module was captured")]
+    ("kind", "reason"),
+    [
+        pytest.param(Impossible, "no plan fits", marks=pytest.mark.matrix),
+        (Uncaptured, "no call of a module was captured"),
+    ],
 )
 def test_where_no_plan_is_found_the_training_goes_on(kind: type[Called], reason: str, worlds: Worlds) -> None:
     outcome = compare(kind, {"dp_shard": 2}, worlds)
