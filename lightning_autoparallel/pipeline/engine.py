@@ -133,6 +133,7 @@ class StepEngine:
         """
         check_initialised(self.module)
         self.context.found.forget_others(self.module)
+        self.context.found.calls.forget()
         self.layouts = self._planned_layouts()
         with attached_kept(self.module):
             materialise_module(self.module, self.layouts, self.device, given)

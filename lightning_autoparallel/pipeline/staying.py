@@ -28,19 +28,24 @@ def staying(
     told = context.control.gather(followers)
     names = {name for of_rank in told for name in of_rank}
     everywhere = {name for name in names if len(said := {of_rank.get(name) for of_rank in told}) > 1 or None in said}
-    pins = []
+    pins: list[PlanRule] = []
     for name in (name for name in layouts if name in everywhere):
-        layout = layouts[name]
-        lies = zip(layout.axes, layout.placements, strict=True)
-        texts = tuple((one, placement_text(placement)) for axis, placement in lies for one in axis.mesh_axes)
-        pins.append(PlanRule(key=f"{STORED}:{name}", kind=STORED, pattern=escape(name), placements=texts))
-        # What computes with a part of it would have it cut in another order.
-        rules = [rule for rule in context.config.plan.rules if rule.kind == "parameter"]
-        free = [axis for axis in layout.axes if rule_placement(rules, name, layout.shape, axis) is None]
-        whole = tuple((one, "R") for axis in free for one in axis.mesh_axes if not axis.shards_batch)
-        if whole:
-            pins.append(PlanRule(key=name, kind="parameter", pattern=escape(name), placements=whole))
+        pins += left_where_it_is(name, layouts[name], context)
     return tuple(pins)
+
+
+def left_where_it_is(name: str, layout: ParameterLayout, context: StageContext) -> list[PlanRule]:
+    """Rules that have one parameter lie as it does."""
+    lies = zip(layout.axes, layout.placements, strict=True)
+    texts = tuple((one, placement_text(placement)) for axis, placement in lies for one in axis.mesh_axes)
+    pins = [PlanRule(key=f"{STORED}:{name}", kind=STORED, pattern=escape(name), placements=texts)]
+    # What computes with a part of it would have it cut in another order.
+    rules = [rule for rule in context.config.plan.rules if rule.kind == "parameter"]
+    free = [axis for axis in layout.axes if rule_placement(rules, name, layout.shape, axis) is None]
+    whole = tuple((one, "R") for axis in free for one in axis.mesh_axes if not axis.shards_batch)
+    if whole:
+        pins.append(PlanRule(key=name, kind="parameter", pattern=escape(name), placements=whole))
+    return pins
 
 
 def told_of_staying(pins: Sequence[PlanRule]) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from lightning_autoparallel.strategy.synced_numbers import LoggedNumbers
 from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 _BATCH_INDEX = "batch_idx"
+_PATIENCE = 64  # training steps; closures of optimizers run several for one of theirs
 _LINE = re.compile(r"\.py:\d+|^rank \d+ stopped")  # whose line is not ours
 
 
@@ -117,12 +118,17 @@ class LightningSteps:
             except (*NOT_CAPTURED, RanksDifferError) as error:
                 self._climb_down(name, error)
         if name == "training_step":
-            unfound = begin_step(self._engine, self._trainer.global_step)
+            unfound = begin_step(self._engine, self._trainer.global_step, self._patience)
             if unfound is not None:
                 self._notice(unfound)
         with around():
             output = self.forward.run(name, args, self._counters(args), rows)
             return without_spare(output, args[0], rows, _same_length(args[0]))
+
+    @property
+    def _patience(self) -> int:
+        """Training steps in which an optimizer is expected to step."""
+        return _PATIENCE + self._trainer.accumulate_grad_batches
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

@@ -37,7 +37,10 @@ class Called(Found):
         (optimizer,) = self.trainer.optimizers
         named = dict(self.named_parameters())
         shards = {name: _placements(parameter) for name, parameter in named.items()}
-        moments = {name: _placements(optimizer.state[one]["momentum_buffer"]) for name, one in named.items()}
+        moments = {
+            name: _placements(optimizer.state[one]["momentum_buffer"] if one.requires_grad else one)
+            for name, one in named.items()
+        }
         reports = getattr(self.trainer.strategy, "reports", {})
         notes = {note for report in reports.values() for note in report.notes}
         self.seen = {"shards": shards, "follow": moments == shards, "notes": notes, "calls": len(reports)}
@@ -70,6 +73,22 @@ class Tight(Called):
         for layer in self.layers:
             x = x + torch.tanh(layer(x)) / 4
         return nn.functional.cross_entropy(self.head(x), y)
+
+
+class Distilled(Called):
+    """A teacher that is called without gradients: in no graph that is planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).requires_grad_(False)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(batch[0]).argmax(-1)
+        return super().loss((batch[0], wanted))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 class Impossible(Called):
@@ -117,6 +136,13 @@ def test_with_room_parameters_are_whole_after_the_first_step(worlds: Worlds) -> 
     assert {tuple(placements) for placements in told["shards"].values()} == {("R",)}
     assert any("solved in" in note for note in told["notes"]), told["notes"]
     assert told["calls"] > 5
+
+
+def test_what_no_planned_call_reads_stays_in_shards(worlds: Worlds) -> None:
+    shards = compare(Distilled, {"dp_shard": 2}, worlds).extra["shards"]
+    assert {name for name, placements in shards.items() if placements != ["R"]} == {
+        name for name in shards if name.startswith("teacher.")
+    }
 
 
 def test_without_room_they_lie_in_shards_as_it_takes(worlds: Worlds) -> None:

@@ -92,11 +92,23 @@ def test_the_calls_are_those_of_the_last_training_step_before_the_optimizers(mic
     graph = captured(module := Shared(), torch.randn(5, 4), module.whole)
     other, calls = replace(graph, name="other"), CallsOfStep()
     for _ in range(micro_batches):
-        assert calls.begin(7) is None
+        assert not calls.is_over(7)
+        calls.begin(7)
         for one in (graph, other, graph):
             calls.add(one)
-    assert calls.begin(8) == (graph, other, graph)
-    assert calls.begin(8) is None and calls.graphs == []
+    assert calls.begun == micro_batches
+    assert calls.is_over(8) and calls.graphs == [graph, other, graph]
+    calls.forget()
+    assert not calls.is_over(8) and calls.graphs == []
+
+
+def test_steps_without_calls_are_waited_for_a_few_times() -> None:
+    calls = CallsOfStep()
+    calls.begin(0)
+    for step in (1, 2):
+        assert not calls.is_over(step)
+        calls.begin(step)
+    assert calls.is_over(3)
 
 
 def test_a_call_that_is_made_again_and_again_counts_a_few_times() -> None:
