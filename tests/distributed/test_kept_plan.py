@@ -58,11 +58,12 @@ def fit(
         trainer.fit(module, ckpt_path=resume_from, weights_only=True)
         if save_to is not None:
             trainer.save_checkpoint(save_to)
+    (report,) = [report for name, report in strategy.reports.items() if name.startswith("training_step")]
     return {
         "losses": losses.values,
         "state": {name: full(tensor) for name, tensor in module.named_parameters()},
-        "notes": strategy.reports["training_step"].notes,
-        "placed": {name: one.placements for name, one in strategy.reports["training_step"].parameters.items()},
+        "notes": report.notes,
+        "placed": {name: one.placements for name, one in report.parameters.items()},
     }
 
 
@@ -95,3 +96,17 @@ def test_another_step_has_it_looked_for_anew(worlds: Worlds, tmp_path: Path) -> 
     worlds(4).run(fit, HALF, place, None)
     second = worlds(4).run(fit, ALL, None, place, {}, Scaled)
     assert not any(SAME in note for rank in second for note in rank["notes"])
+
+
+@pytest.mark.matrix
+def test_in_forward_mode_too(worlds: Worlds, tmp_path: Path) -> None:
+    """Where the first step after it is computed with parameters as they lay before any plan."""
+    place, options = str(tmp_path / "half.ckpt"), {"capture": "forward"}
+    whole = worlds(4).run(fit, ALL, None, None, options)
+    first = worlds(4).run(fit, HALF, place, None, options)
+    second = worlds(4).run(fit, ALL, None, place, options)
+    for rank in range(4):
+        torch.testing.assert_close(first[rank]["losses"] + second[rank]["losses"], whole[rank]["losses"])
+        torch.testing.assert_close(second[rank]["state"], whole[rank]["state"], rtol=1e-5, atol=1e-6)
+        assert second[rank]["placed"] == first[rank]["placed"] == whole[rank]["placed"]
+        assert any(SAME in note for note in second[rank]["notes"]), second[rank]["notes"]
