@@ -8,7 +8,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
@@ -58,10 +58,10 @@ def schedule_overlap(
         return found[1]
     before = list(graph.nodes)[:-1]
     around = surroundings(graph) if surroundings is not None else _all_held(graph)
-    options = ScheduleOptions(max_compute_prefetch=max_compute_prefetch, put_off=put_off, limit_bytes=extra_bytes)
+    options = partial(ScheduleOptions, max_compute_prefetch=max_compute_prefetch, put_off=put_off)
     try:
         times_us = costs.all_times_us(graph)
-        notes = _ordered(graph, costs, times_us, around, options)
+        notes = _ordered(graph, costs, times_us, around, options, extra_bytes)
     except (UnsupportedOpError, ConfigError) as error:
         return (f"skipped: {error}",)
     known.keep(structure, before, graph, times_us, notes)
@@ -73,13 +73,14 @@ def _ordered(
     costs: CostModel,
     times_us: Mapping[fx.Node, float],
     around: Surroundings,
-    options: ScheduleOptions,
+    options_within: Callable[..., ScheduleOptions],
+    extra_bytes: int,
 ) -> tuple[str, ...]:
-    """Order the calls anew, within the limit beyond the present peak, or leave them."""
+    """Order the calls anew, with a peak of at most ``extra_bytes`` above the present one, or leave them."""
     before, storages = list(graph.nodes)[:-1], resolve_storages(graph, around.same)
     old_time = costs.timeline(graph, times_us)
     old_memory = predict_memory(graph, surroundings=around, storages=storages)
-    options = replace(options, limit_bytes=old_memory.peak_bytes + options.limit_bytes)
+    options = options_within(limit_bytes=old_memory.peak_bytes + extra_bytes)
     calls = read_calls(graph, times_us)
     note_runs(graph, calls.heavy.__contains__)
     reorder(graph, schedule(calls, LiveBytes(graph, around, storages), options, old_memory.live_bytes))

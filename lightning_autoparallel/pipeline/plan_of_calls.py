@@ -73,9 +73,9 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
         read = {item.name for item in joined.inputs if item.kind == "parameter"}
         unread = {name: layout for name, layout in engine.layouts.items() if name not in read}
         found.missing_bytes = _bytes_of(engine, unread, state[0])
+        rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
         find_plan_of(joined, context, step_forecast, moving, engine.layouts, state)
         assert found.spec is not None
-        rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
         found.spec = replace(found.spec, rules=(*found.spec.rules, *rules))
     except AutoParallelError as refusal:  # the training goes on as it began
         return str(refusal)

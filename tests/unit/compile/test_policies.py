@@ -323,37 +323,41 @@ def test_gathered_parameters_joined_to_one_are_gathered_again():
     assert partitioned.saved_values == 0
 
 
+class Block:
+    """A forward by hand, of calls on small squares that are all of one block."""
+
+    def __init__(self) -> None:
+        self._graph, self._calls = fx.Graph(), []
+        self.x = self._graph.placeholder("x")
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        self._calls.append(self._graph.call_function(target, args))
+        self._calls[-1].meta["val"] = torch.zeros(4, 4)
+        return self._calls[-1]
+
+    def saved(self) -> list[fx.Node]:
+        """What ``selective`` saves of it."""
+        forward = Forward(calls=self._calls, blocks=dict.fromkeys(self._calls, "layers.0"), leaving=frozenset())
+        wishes = wishes_of("selective", forward, self._calls)
+        return [node for node in self._calls if wishes[node] == "save"]
+
+
 def test_what_ranks_add_up_is_saved_behind_the_sum():
     """Every second matmul is saved; one whose parts ranks add is of no use before, so that the sum stands for it."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    calls = []
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        calls.append(graph.call_function(target, args))
-        calls[-1].meta["val"] = torch.zeros(4, 4)
-        return calls[-1]
-
+    block = Block()
+    x, call = block.x, block.call
     first, second = call(aten.mm.default, x, x), call(aten.mm.default, x, x)
     wait = call(collectives.WAIT, call(collectives.REDUCE_SCATTER, call(aten.t.default, second), "sum", 2, "g"))
     gathered = call(collectives.WAIT, call(collectives.ALL_GATHER, wait, 2, "g"))
     call(aten.mm.default, gathered, first)
     fourth = call(aten.mm.default, gathered, x)
-    forward = Forward(calls=calls, blocks=dict.fromkeys(calls, "layers.0"), leaving=frozenset())
-    wishes = wishes_of("selective", forward, calls)
-    assert [node for node in calls if wishes[node] == "save"] == [wait, fourth]
+    assert block.saved() == [wait, fourth]
 
 
 def test_what_is_saved_already_is_exchanged_again():
     """An exchange moves elements between ranks: that of attention's result would be saved beside the result itself."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    calls = []
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        calls.append(graph.call_function(target, args))
-        calls[-1].meta["val"] = torch.zeros(4, 4)
-        return calls[-1]
+    block = Block()
+    x, call = block.x, block.call
 
     def exchanged(node: fx.Node) -> fx.Node:
         moved = call(aten.clone.default, call(aten.t.default, node))
@@ -362,6 +366,4 @@ def test_what_is_saved_already_is_exchanged_again():
     query = exchanged(call(aten.mm.default, x, x))
     attention = call(aten._scaled_dot_product_flash_attention_for_cpu.default, query, query, query)
     exchanged(call(operator.getitem, attention, 0))
-    forward = Forward(calls=calls, blocks=dict.fromkeys(calls, "layers.0"), leaving=frozenset())
-    wishes = wishes_of("selective", forward, calls)
-    assert [node for node in calls if wishes[node] == "save"] == [query, attention]
+    assert block.saved() == [query, attention]
