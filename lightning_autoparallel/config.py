@@ -374,6 +374,7 @@ class EngineConfig:
     disabled_passes: tuple[str, ...] = ()
     bucket_mb: float | None = None
     decompose_matmuls: DecomposeSpec = DecomposeSpec()
+    loss_chunks: int | str = AUTO
     reduce_every_micro_batch: bool | str = "auto"
     hardware: str | Mapping[str, Any] | None = None
     ranks_per_node: int | None = None
@@ -387,6 +388,11 @@ class EngineConfig:
             raise ConfigError(
                 f"bucket_mb={self.bucket_mb}: give a positive number of megabytes, or null for the size that fills the "
                 'link; disabled_passes: ["bucket_collectives"] merges nothing'
+            )
+        chunks = self.loss_chunks
+        if chunks != AUTO and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+            raise ConfigError(
+                f"loss_chunks={chunks!r}: give a whole number of chunks, 1 for a loss that is computed whole, or 'auto'"
             )
         if self.reduce_every_micro_batch not in (True, False, "auto"):
             raise ConfigError(

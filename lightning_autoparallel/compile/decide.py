@@ -1,9 +1,10 @@
 """The one set of decisions: for every call of the forward, whether the backward reads a saved value or recomputes it.
 
 Some are the same under every policy. Views of a whole value are made again. Random draws are saved: a second draw
-would be another. Gathered parameters, with the chain of casts and moves around the gather, are recomputed, so that
-nothing that holds gathered data is saved under another name. The user's own ``torch.utils.checkpoint`` regions are
-recomputed from what enters them, and no policy is asked about them. The rest is the policy's.
+would be another; so is what a pass has the forward compute for the backward. Gathered parameters, with the chain of
+casts and moves around the gather, are recomputed, so that nothing that holds gathered data is saved under another name.
+The user's own ``torch.utils.checkpoint`` regions are recomputed from what enters them, and no policy is asked about
+them. The rest is the policy's.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _decided_anyway(
     read_elsewhere = _read_elsewhere(calls, regions.get)
     gathered = holding_gathered(calls, parameters)
     for node in calls:
-        if fxn.is_random(_operator_of(node)):
+        if fxn.is_random(_operator_of(node)) or fxn.is_early(node):
             decided[node] = "save"
         elif fxn.is_view_of_all(node) or (node in gathered and reshard_after_forward):
             decided[node] = "recompute"

@@ -66,7 +66,8 @@ class _Partition:
         self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
         by_input = list(zip(self._placeholders, sharded.inputs, strict=True))
         self._tangents = [node for node, item in by_input if item.kind == "tangent"]
-        self._forward = fxn.with_ancestors(self._results) - set(self._placeholders)
+        early = [node for node in self._nodes if fxn.is_early(node)]
+        self._forward = fxn.with_ancestors((*self._results, *early)) - set(self._placeholders)
         # A result that only the backward reads (pooling indices, attention statistics) comes from a call that has run.
         self._forward |= {node for node in self._nodes if fxn.is_getitem(node) and node.args[0] in self._forward}
         calls = [node for node in self._nodes if node in self._forward]

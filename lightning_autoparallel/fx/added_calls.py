@@ -14,7 +14,7 @@ from lightning_autoparallel.torch_compat.tracing import FakeTensorMode, fake_eva
 aten = torch.ops.aten
 
 # What is said of one call alone: another one in its place is not that.
-_OWN = {"val", "tensor_meta", "original_aten", "collective_role"}
+_OWN = {"val", "tensor_meta", "original_aten", "collective_role", "computed_early"}
 
 
 class FakeResults:
@@ -60,12 +60,12 @@ class Calls:
         self, anchor: fx.Node, meta: Mapping[str, Any] | None = None, results: FakeResults | None = None
     ) -> None:
         self.anchor = anchor
-        self._results = results or FakeResults()
+        self.results = results or FakeResults()
         self._kept = {key: value for key, value in (anchor.meta if meta is None else meta).items() if key not in _OWN}
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One call, evaluated on the fake values of its arguments."""
-        value = self._results.of(target, args, kwargs)
+        value = self.results.of(target, args, kwargs)
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
         node.meta = {**self._kept, "val": value}

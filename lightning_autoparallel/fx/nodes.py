@@ -138,6 +138,11 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
+def is_early(node: fx.Node) -> bool:
+    """Whether the node, which only the backward reads, is computed by the forward, for it to keep nothing larger."""
+    return bool(node.meta.get("computed_early"))
+
+
 def custom(node: fx.Node, key: str) -> Any:
     """An annotation made during capture (``module``, ``source``, ``checkpoint_region``), or None."""
     return (node.meta.get("custom") or {}).get(key)

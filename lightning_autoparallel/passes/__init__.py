@@ -4,6 +4,7 @@ from lightning_autoparallel.passes.bucket_collectives import DEFAULT_BYTES
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.decompose import DecomposeOptions
 from lightning_autoparallel.passes.joint_groups import AxesByGroup, joint_groups
+from lightning_autoparallel.passes.loss_head import ChunkOptions
 from lightning_autoparallel.passes.order import all_passes, joint_passes, split_passes
 from lightning_autoparallel.passes.runner import GraphPass, check_disabled, run_passes
 
@@ -11,6 +12,7 @@ __all__ = [
     "DEFAULT_BYTES",
     "AxesByGroup",
     "BucketLimit",
+    "ChunkOptions",
     "DecomposeOptions",
     "GraphPass",
     "all_passes",

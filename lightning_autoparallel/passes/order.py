@@ -13,6 +13,7 @@ from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
+from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
 from lightning_autoparallel.passes.decompose import DecomposeOptions
 from lightning_autoparallel.passes.decompose_gather_matmul import decompose_gather_matmul
 from lightning_autoparallel.passes.decompose_matmul_scatter import decompose_matmul_scatter
@@ -20,6 +21,7 @@ from lightning_autoparallel.passes.exchange_reduce_scatters import exchange_redu
 from lightning_autoparallel.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from lightning_autoparallel.passes.join_biases import join_biases
 from lightning_autoparallel.passes.joint_groups import JoinGroups
+from lightning_autoparallel.passes.loss_head import ChunkOptions
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
@@ -29,12 +31,24 @@ from lightning_autoparallel.passes.sink_waits import sink_waits
 from lightning_autoparallel.passes.tag_collectives import tag_collectives
 
 
-def joint_passes(inputs: Sequence[GraphInput] = (), outputs: Sequence[GraphOutput] = ()) -> tuple[GraphPass, ...]:
-    """The passes over the joint graph, before it is partitioned; ``inputs`` and ``outputs`` are the graph's."""
+def joint_passes(
+    inputs: Sequence[GraphInput] = (),
+    outputs: Sequence[GraphOutput] = (),
+    chunks: ChunkOptions | None = None,
+    costs: CostModel | None = None,
+    peak_of: Callable[[fx.Graph], int] | None = None,
+) -> tuple[GraphPass, ...]:
+    """The passes over the joint graph, before it is partitioned; ``inputs`` and ``outputs`` are the graph's.
+
+    ``chunks`` says how a loss's head is computed, or ``costs`` and ``peak_of``, which predicts a graph's peak of memory.
+    """
+    heads = partial(chunk_loss_head, inputs=inputs, options=chunks, costs=costs, peak_of=peak_of)
     return (
         GraphPass(name="cast_before_gather", run=cast_before_gather),
         GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),
         GraphPass(name="join_biases", run=join_biases),
+        # behind what makes one product of several calls
+        GraphPass(name="chunk_loss_head", run=heads),
         # the last one: it tags what the others leave
         GraphPass(name="tag_collectives", run=partial(tag_collectives, inputs=inputs, outputs=outputs)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,7 @@ def parallelize(
     disabled_passes: Sequence[str] = (),
     bucket_mb: float | None = None,
     decompose_matmuls: str | Mapping[str, Any] = "auto",
+    loss_chunks: int | Literal["auto"] = "auto",
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelModule:
@@ -90,8 +91,8 @@ def parallelize(
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
-    with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing`` and ``decompose_matmuls`` are as
-    AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta module.
+    with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing``, ``decompose_matmuls`` and
+    ``loss_chunks`` are as AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta module.
 
     Raises:
         ConfigError: no process group, a mesh that does not fit it, or a sample that does not divide by the batch axes.
@@ -110,6 +111,7 @@ def parallelize(
         disabled_passes=tuple(disabled_passes),
         bucket_mb=bucket_mb,
         decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
+        loss_chunks=loss_chunks,
     )
     check_disabled(config.disabled_passes, all_passes())
     if compile:

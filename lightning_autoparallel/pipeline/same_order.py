@@ -82,7 +82,7 @@ def _check(when: str, lines: list[str], control: ControlGroup) -> None:
 def _cause(node: str) -> str:
     same = (
         "give all ranks the same configuration (plan, disabled_passes, hardware, ranks_per_node, bucket_mb, "
-        "decompose_matmuls, activation_checkpointing, memory_budget_gib) and the same torch"
+        "decompose_matmuls, loss_chunks, activation_checkpointing, memory_budget_gib) and the same torch"
     )
     if node.startswith(_SETTING):
         return same

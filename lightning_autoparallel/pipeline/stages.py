@@ -35,6 +35,7 @@ from lightning_autoparallel.passes import (
     DEFAULT_BYTES,
     AxesByGroup,
     BucketLimit,
+    ChunkOptions,
     DecomposeOptions,
     joint_groups,
     joint_passes,
@@ -296,7 +297,7 @@ def _partitioned(
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
-        joint_passes(sharded.inputs, sharded.outputs),
+        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config)),
         groups,
         artifacts,
         config.disabled_passes,
@@ -311,6 +312,7 @@ def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:
         "disabled_passes": sorted(config.disabled_passes),
         "bucket_mb": config.bucket_mb,
         "decompose_matmuls": config.decompose_matmuls,
+        "loss_chunks": config.loss_chunks,
         "hardware or ranks_per_node": costs.hardware,
         "reshard_after_forward": config.reshard_after_forward,
     }
@@ -324,6 +326,10 @@ def _backend(mesh: ParallelMesh, costs: CostModel) -> str:
 def _decompose_options(config: EngineConfig, backend: str) -> DecomposeOptions:
     spec = config.decompose_matmuls
     return DecomposeOptions(when=spec.when, order=spec.order, depth=spec.depth, backend=backend)
+
+
+def _chunk_options(config: EngineConfig) -> ChunkOptions:
+    return ChunkOptions(chunks=None if config.loss_chunks == AUTO else int(config.loss_chunks))
 
 
 def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch.distributed as dist
@@ -121,6 +121,7 @@ def plan(
     hardware: str | dict[str, Any] | None = None,
     decompose_matmuls: str | dict[str, Any] = "auto",
     memory_budget_gib: float | None = None,
+    loss_chunks: int | Literal["auto"] = "auto",
     global_batch_size: int | None = None,
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.
@@ -146,6 +147,7 @@ def plan(
         hardware: what times are predicted for.
         decompose_matmuls: as AutoParallelStrategy takes it.
         memory_budget_gib: what plan ``"auto"`` may use on a rank, and meshes that are tried.
+        loss_chunks: as AutoParallelStrategy takes it.
         global_batch_size: rows of one optimizer step, to which a mesh that is tried must get by whole micro-batches.
 
     Raises:
@@ -166,6 +168,7 @@ def plan(
         hardware=hardware,
         decompose_matmuls=decompose_matmuls,
         memory_budget_gib=memory_budget_gib,
+        loss_chunks=loss_chunks,
         global_batch_size=global_batch_size,
     )
     trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)

@@ -112,6 +112,8 @@ class AutoParallelStrategy(SavingStrategy):
             axes that shard a parameter every rank keeps its whole gradient until then. True: in every micro-batch.
             ``"auto"`` waits on the axes where the parameter is whole anyway, which costs no memory.
         memory_budget_gib: what plan ``"auto"`` may use on a rank, predicted; nine tenths of the device's unless given.
+        loss_chunks: in how many chunks of its rows a loss computes its widest value (a language model's logits), with
+            its gradient; 1 for whole, ``"auto"`` where that lowers the predicted peak and costs next to no time.
 
     Raises:
         ConfigError: an argument is wrong, by itself or for the Trainer it is given to.
@@ -142,6 +144,7 @@ class AutoParallelStrategy(SavingStrategy):
         capture: str | dict[str, Any] = "auto",
         reduce_every_micro_batch: bool | Literal["auto"] = "auto",
         memory_budget_gib: float | None = None,
+        loss_chunks: int | Literal["auto"] = "auto",
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint, async_save)
@@ -158,6 +161,7 @@ class AutoParallelStrategy(SavingStrategy):
             hardware=hardware,
             reduce_every_micro_batch=reduce_every_micro_batch,
             memory_budget_gib=memory_budget_gib,
+            loss_chunks=loss_chunks,
         )
         if hardware is not None:
             hardware_from(hardware)

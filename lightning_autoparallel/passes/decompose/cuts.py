@@ -20,7 +20,15 @@ from lightning_autoparallel.fx.added_calls import Calls
 
 aten = torch.ops.aten
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+RESHAPES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
 _SAME_SHAPE = {aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default}
 
 
@@ -49,7 +57,7 @@ def moves(node: fx.Node) -> bool:
         return set(node.kwargs) <= {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"} and (
             node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
         )
-    return fxn.is_wait(node) or node.target in _VIEWS | _SAME_SHAPE or _order_of(node) is not None
+    return fxn.is_wait(node) or node.target in RESHAPES | _SAME_SHAPE or _order_of(node) is not None
 
 
 def behind(node: fx.Node, cut: Cut, ranks: int) -> Cut | None:
@@ -66,7 +74,7 @@ def ahead(node: fx.Node, cut: Cut, ranks: int) -> Cut | None:
 
 def move_part(call: Calls, node: fx.Node, part: fx.Node, cut: Cut) -> fx.Node:
     """``node`` on one rank's part of its argument; ``cut`` is that of its result."""
-    if node.target in _VIEWS:
+    if node.target in RESHAPES:
         return call.view(part, cut.part_of(node.meta["val"].shape))
     if fxn.is_wait(node) or node.target in (aten.alias.default, aten.detach.default):
         return part
@@ -78,7 +86,7 @@ def move_part(call: Calls, node: fx.Node, part: fx.Node, cut: Cut) -> fx.Node:
 def _moved(
     node: fx.Node, cut: Cut, before: Sequence[int], after: Sequence[int], ranks: int, *, ahead: bool
 ) -> Cut | None:
-    if node.target in _VIEWS:
+    if node.target in RESHAPES:
         return _viewed(cut, before, after, ranks)
     order = _order_of(node)
     if order is None:

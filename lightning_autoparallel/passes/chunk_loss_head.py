@@ -1,0 +1,122 @@
+"""``chunk_loss_head``: the widest value of a step, a language model's logits, is never whole.
+
+The product with the vocabulary, the loss of its rows and their gradients are computed for some rows at a time, in the
+forward: what a loss's gradient is a multiple of is known there. The backward scales what it finds. No product is
+computed twice, and neither logits nor probabilities are kept. ``loss_head/`` says which calls these are.
+
+The idea of computing a head's gradient beside its loss is that of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989,
+sec. 3.2), which has it as one operator for one loss; here it is whatever a step does with its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import fx
+
+from lightning_autoparallel.contracts import GraphInput
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.added_calls import Calls
+from lightning_autoparallel.fx.in_order import sort_calls
+from lightning_autoparallel.passes.decompose.product_parts import product_of
+from lightning_autoparallel.passes.loss_head import ChunkOptions, HeadRegion, NotChunkable, find_region, write_chunks
+from lightning_autoparallel.passes.loss_head.linearity import (
+    check_linear,
+    late_calls,
+    the_tangent,
+    with_unit_tangent,
+)
+
+aten = torch.ops.aten
+
+_TRIED = 4  # products, the widest first
+
+
+def chunk_loss_head(
+    graph: fx.Graph,
+    *,
+    inputs: Sequence[GraphInput] = (),
+    options: ChunkOptions | None = None,
+    costs: CostModel | None = None,
+    peak_of: Callable[[fx.Graph], int] | None = None,
+) -> tuple[str, ...]:
+    """Compute heads of losses in chunks of their rows.
+
+    ``inputs`` are the graph's, ``peak_of`` predicts a graph's peak in bytes once it is partitioned. Without it, or
+    ``costs``, only what ``options`` force is computed in chunks.
+    """
+    chunks = (options or ChunkOptions()).chunks
+    if chunks is None:
+        return ()
+    tangents = [node for node, item in zip(graph.find_nodes(op="placeholder"), inputs) if item.kind == "tangent"]
+    notes = []
+    for product in _widest_products(graph, late_calls(graph, tangents))[:_TRIED]:
+        try:
+            chunk_head(graph, find_region(graph, product, chunks), tangents)
+            notes.append(f"{fxn.describe(product)}: {chunks} chunks of rows")
+        except NotChunkable as reason:
+            notes.append(f"{fxn.describe(product)} stays whole: {reason}")
+    return tuple(notes)
+
+
+def _widest_products(graph: fx.Graph, late: Collection[fx.Node]) -> list[fx.Node]:
+    products = [node for node in graph.nodes if node not in late and product_of(node) is not None]
+    return sorted(products, key=lambda node: -node.meta["val"].numel())
+
+
+def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node]) -> None:
+    """Write ``region`` in its chunks.
+
+    Raises:
+        NotChunkable: the gradient in it is no multiple of one loss's; nothing is changed then.
+    """
+    late = late_calls(graph, tangents)
+    inside = [node for node in region.calls if node in late]
+    entries = [node for node in region.entries() if node in late]
+    leading = [node for node in graph.nodes if node in _leading(entries, late)]
+    if inside:
+        tangent = the_tangent(leading)
+        _check_range(inside)
+        check_linear([*leading, *inside], late)
+    exits = region.exits()
+    readers = {node: [user for user in node.users if user not in region.calls] for node in exits}
+    first = next(node for node in graph.nodes if any(node in users for users in readers.values()))
+    call = Calls(first, {})
+    given = with_unit_tangent(entries, late, tangent, call) if inside else {}
+    whole = write_chunks(region, given, call)
+    for node in exits:
+        value = whole[node]
+        value.meta["computed_early"] = True
+        if node in late:
+            value = Calls(_first_of(graph, readers[node]), node.meta)(aten.mul.Tensor, value, tangent)
+        for user in readers[node]:
+            user.replace_input_with(node, value)
+    _erase([*leading, *region.calls])
+    sort_calls(graph)
+
+
+def _leading(entries: Collection[fx.Node], late: Collection[fx.Node]) -> set[fx.Node]:
+    return fxn.with_ancestors(entries, among=lambda node: node in late)
+
+
+def _first_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> fx.Node:
+    return next(node for node in graph.nodes if node in nodes)
+
+
+def _check_range(late: Sequence[fx.Node]) -> None:
+    """Gradients that are narrow in range are not computed unscaled.
+
+    Raises:
+        NotChunkable: there are such.
+    """
+    if any(node.meta["val"].dtype is torch.float16 for node in late):
+        raise NotChunkable("gradients in float16 are only computed as large as the loss's scale makes them")
+
+
+def _erase(nodes: Sequence[fx.Node]) -> None:
+    """Those of the calls that nothing reads any more."""
+    for node in reversed(nodes):
+        if node.op == "call_function" and not node.users:
+            node.graph.erase_node(node)

@@ -1,0 +1,7 @@
+"""The head of a loss: the product that makes its widest value, and all that is computed with that, by chunks of rows."""
+
+from lightning_autoparallel.passes.loss_head.chunk_options import ChunkOptions
+from lightning_autoparallel.passes.loss_head.head_region import HeadRegion, NotChunkable, find_region
+from lightning_autoparallel.passes.loss_head.write_chunks import write_chunks
+
+__all__ = ["ChunkOptions", "HeadRegion", "NotChunkable", "find_region", "write_chunks"]
