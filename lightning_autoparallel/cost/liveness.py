@@ -39,6 +39,7 @@ class Surroundings:
     ``excluded`` placeholders are not counted, ``held`` ones live until the graph has returned, others until their last
     use. ``same`` maps placeholders to the storages of another graph that they come from: several may share one.
     ``kinds`` name placeholders, ``results`` the graph's results in order. ``outside`` is alive all the while.
+    ``elsewhere_bytes`` are those of the peak of what runs before or after the graph.
     """
 
     excluded: Collection[str] = ()
@@ -47,6 +48,7 @@ class Surroundings:
     kinds: Mapping[str, str] = field(default_factory=dict)
     results: Sequence[str] = ()
     outside: Sequence[MemoryShare] = ()
+    elsewhere_bytes: int = 0
 
 
 def predict_memory(

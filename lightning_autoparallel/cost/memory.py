@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -64,10 +64,21 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
 
 
 def surroundings_of(partitioned: PartitionedGraph, graph: fx.Graph) -> Surroundings:
-    """What the caller decides of the memory of the forward or the backward graph, as ``predict_step_memory`` has it."""
+    """What the caller decides of the memory of the forward or the backward graph, as ``predict_step_memory`` has it.
+
+    The forward is told how much the backward takes in its present order.
+
+    Raises:
+        UnsupportedOpError: a node of the backward has no recorded value.
+    """
     handover = _Handover(partitioned)
     if graph is partitioned.forward.graph:
-        return handover.forward()
+        around = handover.forward()
+        if partitioned.backward is None:
+            return around
+        later = handover.backward(partitioned.backward.graph, 1)
+        peak = predict_memory(partitioned.backward.graph, surroundings=later).peak_bytes
+        return replace(around, elsewhere_bytes=peak)
     assert partitioned.backward is not None and graph is partitioned.backward.graph
     return handover.backward(graph, 1)
 

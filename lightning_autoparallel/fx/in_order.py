@@ -1,6 +1,8 @@
-"""The order of a graph's calls, where some were added behind what reads them."""
+"""The order of a graph's calls."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -17,9 +19,12 @@ def sort_calls(graph: fx.Graph) -> None:
                 pending += reversed(missing)
             else:
                 order[pending.pop()] = None
-    last: fx.Node | None = None
-    for node in order:
-        if last is not None:
-            last.append(node)
-        last = node
+    reorder(graph, [node for node in order if node.op != "output"])
     graph.lint()
+
+
+def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Bring all nodes but the output into this order."""
+    output = graph.output_node()
+    for node in nodes:
+        output.prepend(node)

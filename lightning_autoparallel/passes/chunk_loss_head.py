@@ -10,6 +10,8 @@ sec. 3.2), which has it as one operator for one loss; here it is whatever a step
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -17,11 +19,13 @@ from torch import fx
 
 from lightning_autoparallel.contracts import GraphInput
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.fx.in_order import sort_calls
 from lightning_autoparallel.passes.decompose.product_parts import product_of
 from lightning_autoparallel.passes.loss_head import ChunkOptions, HeadRegion, NotChunkable, find_region, write_chunks
+from lightning_autoparallel.passes.loss_head.head_times import extra_time_us, products_time_us
 from lightning_autoparallel.passes.loss_head.linearity import (
     check_linear,
     late_calls,
@@ -31,7 +35,11 @@ from lightning_autoparallel.passes.loss_head.linearity import (
 
 aten = torch.ops.aten
 
+PeakOf = Callable[[fx.Graph], int]
+
 _TRIED = 4  # products, the widest first
+_LOWER, _SLOWER = 0.95, 0.01  # of the peak, and of the time of a step's products
+_MOST_CHUNKS = 32
 
 
 def chunk_loss_head(
@@ -40,7 +48,7 @@ def chunk_loss_head(
     inputs: Sequence[GraphInput] = (),
     options: ChunkOptions | None = None,
     costs: CostModel | None = None,
-    peak_of: Callable[[fx.Graph], int] | None = None,
+    peak_of: PeakOf | None = None,
 ) -> tuple[str, ...]:
     """Compute heads of losses in chunks of their rows.
 
@@ -48,11 +56,23 @@ def chunk_loss_head(
     ``costs``, only what ``options`` force is computed in chunks.
     """
     chunks = (options or ChunkOptions()).chunks
-    if chunks is None:
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = [node for node, item in zip(placeholders, inputs, strict=False) if item.kind == "tangent"]
+    if chunks is not None:
+        return _forced(graph, tangents, chunks)
+    if costs is None or peak_of is None:
         return ()
-    tangents = [node for node, item in zip(graph.find_nodes(op="placeholder"), inputs) if item.kind == "tangent"]
+    try:
+        return _predicted(graph, tangents, costs, peak_of)
+    except (UnsupportedOpError, ConfigError) as error:
+        return (f"every head stays whole: {error}",)
+
+
+def _forced(graph: fx.Graph, tangents: Collection[fx.Node], chunks: int) -> tuple[str, ...]:
     notes = []
-    for product in _widest_products(graph, late_calls(graph, tangents))[:_TRIED]:
+    for name in _widest_products(graph, tangents):
+        if (product := _named(graph, name)) is None or chunks == 1:
+            continue
         try:
             chunk_head(graph, find_region(graph, product, chunks), tangents)
             notes.append(f"{fxn.describe(product)}: {chunks} chunks of rows")
@@ -61,9 +81,67 @@ def chunk_loss_head(
     return tuple(notes)
 
 
-def _widest_products(graph: fx.Graph, late: Collection[fx.Node]) -> list[fx.Node]:
+def _predicted(graph: fx.Graph, tangents: Collection[fx.Node], costs: CostModel, peak_of: PeakOf) -> tuple[str, ...]:
+    """The heads that lower the peak by what is worth it, for hardly any time."""
+    before = None
+    chosen: dict[str, int] = {}
+    trial = _copied(graph)
+    late = [node for node in trial.find_nodes(op="placeholder") if node.name in {one.name for one in tangents}]
+    budget_us = _SLOWER * products_time_us(graph, costs)
+    for name in _widest_products(graph, tangents):
+        product = _named(trial, name)
+        if product is None or not _is_chunkable(trial, product):
+            continue
+        before = before or peak_of(graph)
+        wanted = _wanted_chunks(product, before)
+        while wanted > 1:
+            with contextlib.suppress(NotChunkable):
+                region = find_region(trial, product, wanted)
+                spent_us = extra_time_us(region, costs)
+                if spent_us <= budget_us:
+                    chunk_head(trial, region, late)
+                    chosen[name], budget_us = wanted, budget_us - spent_us
+                    break
+            wanted //= 2
+    if before is None or not chosen or (after := peak_of(trial)) > before * _LOWER:
+        return ()
+    for name, chunks in chosen.items():
+        product = _named(graph, name)
+        assert product is not None
+        chunk_head(graph, find_region(graph, product, chunks), tangents)
+    heads = ", ".join(f"{name} in {chunks} chunks of rows" for name, chunks in chosen.items())
+    return (f"{heads}: peak of the calls as they stand {before / 2**30:.2f} -> {after / 2**30:.2f} GiB",)
+
+
+def _is_chunkable(graph: fx.Graph, product: fx.Node) -> bool:
+    with contextlib.suppress(NotChunkable):
+        return bool(find_region(graph, product, 2).calls)
+    return False
+
+
+def _wanted_chunks(product: fx.Node, peak_bytes: int) -> int:
+    """The power of 2 at which three float32 copies of one chunk are a twentieth of the peak; 1 if all of it is less."""
+    wide = 3 * 4 * product.meta["val"].numel()
+    if wide * 20 <= peak_bytes:
+        return 1
+    return min(_MOST_CHUNKS, 2 ** math.ceil(math.log2(wide * 20 / peak_bytes)))
+
+
+def _widest_products(graph: fx.Graph, tangents: Collection[fx.Node]) -> list[str]:
+    """Names of the products of the forward, by the size of their results."""
+    late = late_calls(graph, tangents)
     products = [node for node in graph.nodes if node not in late and product_of(node) is not None]
-    return sorted(products, key=lambda node: -node.meta["val"].numel())
+    return [node.name for node in sorted(products, key=lambda node: -node.meta["val"].numel())[:_TRIED]]
+
+
+def _named(graph: fx.Graph, name: str) -> fx.Node | None:
+    return next((node for node in graph.nodes if node.name == name), None)
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
 
 
 def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node]) -> None:

@@ -40,7 +40,7 @@ def joint_passes(
 ) -> tuple[GraphPass, ...]:
     """The passes over the joint graph, before it is partitioned; ``inputs`` and ``outputs`` are the graph's.
 
-    ``chunks`` says how a loss's head is computed, or ``costs`` and ``peak_of``, which predicts a graph's peak of memory.
+    ``chunks`` says how a loss's head is computed, or ``costs`` and ``peak_of``, which predicts the peak of a graph.
     """
     heads = partial(chunk_loss_head, inputs=inputs, options=chunks, costs=costs, peak_of=peak_of)
     return (
@@ -101,7 +101,7 @@ def _launching_passes(
         GraphPass(name="sink_waits", run=sink_waits),
         # starts from the order that the others left, and keeps it where that is predicted to be the better one
         GraphPass(name="schedule_overlap", run=order),
-        GraphPass(name="cap_compute_runs", run=cap_compute_runs),
+        GraphPass(name="cap_compute_runs", run=partial(cap_compute_runs, costs=costs, times_of=orders.times_us)),
     )
 
 

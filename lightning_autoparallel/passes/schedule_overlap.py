@@ -7,7 +7,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import fx
@@ -17,6 +17,7 @@ from lightning_autoparallel.cost.liveness import MemoryTimeline, Surroundings, p
 from lightning_autoparallel.cost.storage import resolve_storages
 from lightning_autoparallel.cost.timeline import Timeline
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
+from lightning_autoparallel.fx.in_order import reorder
 from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
 from lightning_autoparallel.passes.scheduling.calls import changes_inputs, is_heavy
 from lightning_autoparallel.passes.scheduling.known import KnownOrders, structure_of
@@ -41,8 +42,9 @@ def schedule_overlap(
 
     ``surroundings`` say what of the graph's inputs its caller holds; without them all are held. Nothing begins more
     than ``max_compute_prefetch`` heavy calls (matrix products, attention) ahead of its place, nor more than
-    ``put_off`` behind it. The predicted peak of live bytes rises by ``extra_bytes`` at most. ``known`` remembers the
-    orders of graphs that are of one structure, and have the same surroundings.
+    ``put_off`` behind it. The predicted peak of live bytes rises by ``extra_bytes`` at most above the step's, the
+    graph's own or that of its surroundings. ``known`` remembers the orders of graphs that are of one structure, and
+    have the same surroundings.
     """
     if costs is None:
         return ("skipped: no costs",)
@@ -76,11 +78,11 @@ def _ordered(
     options_within: Callable[..., ScheduleOptions],
     extra_bytes: int,
 ) -> tuple[str, ...]:
-    """Order the calls anew, with a peak of at most ``extra_bytes`` above the present one, or leave them."""
+    """Order the calls anew, with a peak of at most ``extra_bytes`` above the step's present one, or leave them."""
     before, storages = list(graph.nodes)[:-1], resolve_storages(graph, around.same)
     old_time = costs.timeline(graph, times_us)
     old_memory = predict_memory(graph, surroundings=around, storages=storages)
-    options = options_within(limit_bytes=old_memory.peak_bytes + extra_bytes)
+    options = options_within(limit_bytes=max(old_memory.peak_bytes, around.elsewhere_bytes) + extra_bytes)
     calls = read_calls(graph, times_us)
     note_runs(graph, calls.heavy.__contains__)
     reorder(graph, schedule(calls, LiveBytes(graph, around, storages), options, old_memory.live_bytes))
@@ -92,13 +94,6 @@ def _ordered(
         return (compared,)
     reorder(graph, before)
     return (f"order kept; the other one: {compared}",)
-
-
-def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Bring all nodes but the output into this order."""
-    output = graph.output_node()
-    for node in nodes:
-        output.prepend(node)
 
 
 def _all_held(graph: fx.Graph) -> Surroundings:

@@ -92,7 +92,8 @@ def parallelize(
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
     with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing``, ``decompose_matmuls`` and
-    ``loss_chunks`` are as AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta module.
+    ``loss_chunks`` are as AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta
+    module.
 
     Raises:
         ConfigError: no process group, a mesh that does not fit it, or a sample that does not divide by the batch axes.

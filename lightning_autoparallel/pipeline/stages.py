@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import fx
 
 from lightning_autoparallel.apply import UnreducedLayout, lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
@@ -27,7 +28,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.memory import surroundings_of
+from lightning_autoparallel.cost.memory import predict_step_memory, surroundings_of
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
@@ -57,6 +58,7 @@ from lightning_autoparallel.plan import (
     restore_plan,
 )
 from lightning_autoparallel.torch_compat.collectives import group_place
+from lightning_autoparallel.torch_compat.graph_modules import graph_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,7 @@ def _rewritten(
     config, groups = context.config, AxesByGroup(context.mesh)
     error: Exception | None = None
     try:
-        partitioned, reports = _partitioned(sharded, context, groups, artifacts)
+        partitioned, reports = _partitioned(sharded, context, groups, artifacts, costs)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
@@ -282,28 +284,38 @@ def _rewritten(
         backend,
         config.disabled_passes,
     )
-    for half, graph_module in partitioned.graphs().items():
+    told: dict[str, tuple[PassReport, ...]] = {}
+    # The backward first: the forward may take as much memory as it does.
+    for half, rewritten in reversed(partitioned.graphs().items()):
         name = f"{sharded.name}.{half}"
-        reports += run_passes(
-            graph_module, name, passes, groups, artifacts, config.disabled_passes, context.progress.advance
+        told[half] = run_passes(
+            rewritten, name, passes, groups, artifacts, config.disabled_passes, context.progress.advance
         )
-    return partitioned, reports
+    return partitioned, (*reports, *(report for half in partitioned.graphs() for report in told[half]))
 
 
 def _partitioned(
-    sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter
+    sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter, costs: CostModel
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
     config, policy = context.config, context.found.policy or context.checkpointing
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
-        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config)),
+        joint_passes(
+            sharded.inputs, sharded.outputs, _chunk_options(config), costs, partial(_peak_of, sharded, config, policy)
+        ),
         groups,
         artifacts,
         config.disabled_passes,
         context.progress.advance,
     )
     return partition_graph(sharded, config.reshard_after_forward, policy, context.warn_once), reports
+
+
+def _peak_of(sharded: ShardedGraph, config: EngineConfig, policy: str | CheckpointFunction, graph: fx.Graph) -> int:
+    """Predicted bytes at the peak of a joint graph in the place of the sharded one's, its calls as they stand."""
+    asked = replace(sharded, graph_module=graph_module(torch.nn.Module(), graph))
+    return predict_step_memory(partition_graph(asked, config.reshard_after_forward, policy)).peak_bytes
 
 
 def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The head of a loss: the product that makes its widest value, and all that is computed with that, by chunks of rows."""
+"""The head of a loss: the product that makes its widest value, and what is computed with that, in chunks of rows."""
 
 from lightning_autoparallel.passes.loss_head.chunk_options import ChunkOptions
 from lightning_autoparallel.passes.loss_head.head_region import HeadRegion, NotChunkable, find_region

@@ -83,7 +83,7 @@ def _is_linear(node: fx.Node, late: Collection[fx.Node]) -> bool:
 
 def _is_zero(node: fx.Node) -> bool:
     position = {aten.scalar_tensor.default: 0, aten.full.default: 1}.get(node.target)  # type: ignore[call-overload]
-    return position is not None and node.args[position] == 0
+    return position is not None and node.args[position] in (0, 0.0)
 
 
 _Rule = Callable[[fx.Node, list[int], list[bool]], bool]  # the call, which arguments are multiples, which are zero

@@ -127,7 +127,7 @@ def _beside(node: fx.Node, cut: Cut, dims: list[int]) -> Operands | None:
     if cut.dim in dims or any(one.meta["val"].dim() != len(shape) for one in operands):
         return None
     fits = all(one.meta["val"].shape[cut.dim] == shape[cut.dim] for one in operands)
-    return {one: cut for one in operands} if fits else None
+    return dict.fromkeys(operands, cut) if fits else None
 
 
 def _broadcast(node: fx.Node, cut: Cut) -> Operands | None:

@@ -8,8 +8,9 @@ from torch import fx
 
 from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.in_order import reorder
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
-from lightning_autoparallel.passes.schedule_overlap import reorder, schedule_overlap
+from lightning_autoparallel.passes.schedule_overlap import schedule_overlap
 from lightning_autoparallel.passes.scheduling.known import KnownOrders, structure_of
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE

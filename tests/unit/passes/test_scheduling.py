@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.passes.schedule_overlap import reorder
+from lightning_autoparallel.fx.in_order import reorder
 from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
 from lightning_autoparallel.passes.scheduling.early import Room, early_places
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
