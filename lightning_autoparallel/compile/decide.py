@@ -2,14 +2,15 @@
 
 Some are the same under every policy. Views of a whole value are made again. Random draws are saved: a second draw
 would be another; so is what a pass has the forward compute for the backward. Gathered parameters, with the chain of
-casts and moves around the gather, are recomputed, so that nothing that holds gathered data is saved under another name.
+casts and moves around the gather, are recomputed, so that nothing that holds gathered data is saved under another name;
+but those of the last block are kept where the backward begins with them.
 The user's own ``torch.utils.checkpoint`` regions are recomputed from what enters them, and no policy is asked about
 them. The rest is the policy's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import fx
 
@@ -70,16 +71,32 @@ def _decided_anyway(
     regions = {node: number for node in calls if (number := fxn.custom(node, "checkpoint_region")) is not None}
     read_elsewhere = _read_elsewhere(calls, regions.get)
     gathered = holding_gathered(calls, parameters)
+    begins = _where_backward_begins(calls, gathered)
     for node in calls:
         if fxn.is_random(_operator_of(node)) or fxn.is_early(node):
             decided[node] = "save"
-        elif fxn.is_view_of_all(node) or (node in gathered and reshard_after_forward):
+        elif fxn.is_view_of_all(node) or (node in gathered and reshard_after_forward and _block_of(node) != begins):
             decided[node] = "recompute"
         elif node in gathered:
             decided[node] = "save"
         elif node in regions:
             decided[node] = "save" if node in read_elsewhere else "recompute"
     return decided
+
+
+def _where_backward_begins(calls: Sequence[fx.Node], gathered: Collection[fx.Node]) -> str | None:
+    """The last block that gathers, where nothing is left for the backward to compute before it needs that again.
+
+    So it is where the forward has computed the gradients behind that block: a gather would be waited for.
+    """
+    if not any(map(fxn.is_early, calls)):
+        return None
+    return next((block for node in reversed(calls) if node in gathered and (block := _block_of(node))), None)
+
+
+def _block_of(node: fx.Node) -> str | None:
+    path = fxn.module_path(node)
+    return None if path is None else fxn.block_of(path)
 
 
 def _read_elsewhere(calls: Sequence[fx.Node], place_of: Callable[[fx.Node], object]) -> set[fx.Node]:

@@ -83,39 +83,53 @@ def _forced(graph: fx.Graph, tangents: Collection[fx.Node], chunks: int) -> tupl
 
 def _predicted(graph: fx.Graph, tangents: Collection[fx.Node], costs: CostModel, peak_of: PeakOf) -> tuple[str, ...]:
     """The heads that lower the peak by what is worth it, for hardly any time."""
-    before = None
-    chosen: dict[str, int] = {}
-    trial = _copied(graph)
-    late = [node for node in trial.find_nodes(op="placeholder") if node.name in {one.name for one in tangents}]
-    budget_us = _SLOWER * products_time_us(graph, costs)
-    for name in _widest_products(graph, tangents):
-        product = _named(trial, name)
-        if product is None or not _is_chunkable(trial, product):
-            continue
-        before = before or peak_of(graph)
-        wanted = _wanted_chunks(product, before)
-        while wanted > 1:
-            with contextlib.suppress(NotChunkable):
-                region = find_region(trial, product, wanted)
-                spent_us = extra_time_us(region, costs)
-                if spent_us <= budget_us:
-                    chunk_head(trial, region, late)
-                    chosen[name], budget_us = wanted, budget_us - spent_us
-                    break
-            wanted //= 2
-    if before is None or not chosen or (after := peak_of(trial)) > before * _LOWER:
+    heads = [name for name in _widest_products(graph, tangents) if _is_chunkable(graph, _named(graph, name))]
+    if not heads:
         return ()
-    for name, chunks in chosen.items():
-        product = _named(graph, name)
-        assert product is not None
-        chunk_head(graph, find_region(graph, product, chunks), tangents)
-    heads = ", ".join(f"{name} in {chunks} chunks of rows" for name, chunks in chosen.items())
-    return (f"{heads}: peak of the calls as they stand {before / 2**30:.2f} -> {after / 2**30:.2f} GiB",)
+    before, whole = peak_of(graph), _copied(graph)
+    budget_us = _SLOWER * products_time_us(graph, costs)
+    chosen: dict[str, int] = {}
+    for name in heads:
+        chunks, spent_us = _chunked_within(graph, name, tangents, costs, budget_us, before)
+        if chunks > 1:
+            chosen[name], budget_us = chunks, budget_us - spent_us
+    if not chosen:
+        return ()
+    after = peak_of(graph)
+    if after > before * _LOWER:
+        _restore(graph, whole)
+        return ()
+    written = ", ".join(f"{name} in {chunks} chunks of rows" for name, chunks in chosen.items())
+    return (f"{written}: peak of the calls as they stand {before / 2**30:.2f} -> {after / 2**30:.2f} GiB",)
 
 
-def _is_chunkable(graph: fx.Graph, product: fx.Node) -> bool:
+def _chunked_within(
+    graph: fx.Graph, name: str, tangents: Collection[fx.Node], costs: CostModel, budget_us: float, peak_bytes: int
+) -> tuple[int, float]:
+    """Compute a head in as many chunks as the budget has time for: how many, 1 for none, and the time."""
+    product = _named(graph, name)
+    chunks = 1 if product is None else _wanted_chunks(product, peak_bytes)
+    while product is not None and chunks > 1:
+        with contextlib.suppress(NotChunkable):
+            region = find_region(graph, product, chunks)
+            spent_us = extra_time_us(region, costs)
+            if spent_us <= budget_us:
+                chunk_head(graph, region, tangents)
+                return chunks, spent_us
+        chunks //= 2
+    return 1, 0.0
+
+
+def _restore(graph: fx.Graph, whole: fx.Graph) -> None:
+    """Write all of another graph in the place of what is there."""
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    graph.output(graph.graph_copy(whole, {}))
+
+
+def _is_chunkable(graph: fx.Graph, product: fx.Node | None) -> bool:
     with contextlib.suppress(NotChunkable):
-        return bool(find_region(graph, product, 2).calls)
+        return product is not None and bool(find_region(graph, product, 2).calls)
     return False
 
 

@@ -47,10 +47,10 @@ def joint_passes(
         GraphPass(name="cast_before_gather", run=cast_before_gather),
         GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),
         GraphPass(name="join_biases", run=join_biases),
-        # behind what makes one product of several calls
-        GraphPass(name="chunk_loss_head", run=heads),
-        # the last one: it tags what the others leave
+        # it tags what the others leave
         GraphPass(name="tag_collectives", run=partial(tag_collectives, inputs=inputs, outputs=outputs)),
+        # the last one: what it has had partitioned to see its peak need not be partitioned again
+        GraphPass(name="chunk_loss_head", run=heads),
     )
 
 

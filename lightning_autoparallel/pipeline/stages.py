@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import fx
 
 from lightning_autoparallel.apply import UnreducedLayout, lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
-from lightning_autoparallel.compile import lower_partitioned, partition_graph, specialize_partitioned
+from lightning_autoparallel.compile import lower_partitioned, specialize_partitioned
 from lightning_autoparallel.config import AUTO, EngineConfig, PlanSpec
 from lightning_autoparallel.contracts import (
     CapturedGraph,
@@ -28,7 +27,7 @@ from lightning_autoparallel.contracts import (
     ShardingPlan,
 )
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.memory import predict_step_memory, surroundings_of
+from lightning_autoparallel.cost.memory import surroundings_of
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
@@ -46,6 +45,7 @@ from lightning_autoparallel.passes import (
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.fastest_plan import Forecast, RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
+from lightning_autoparallel.pipeline.partitioning import Partitioning
 from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, with_predictions
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order, check_same_start
@@ -58,7 +58,6 @@ from lightning_autoparallel.plan import (
     restore_plan,
 )
 from lightning_autoparallel.torch_compat.collectives import group_place
-from lightning_autoparallel.torch_compat.graph_modules import graph_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,24 +297,17 @@ def _partitioned(
     sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter, costs: CostModel
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
     config, policy = context.config, context.found.policy or context.checkpointing
+    partition = Partitioning(sharded, config.reshard_after_forward, policy)
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
-        joint_passes(
-            sharded.inputs, sharded.outputs, _chunk_options(config), costs, partial(_peak_of, sharded, config, policy)
-        ),
+        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), costs, partition.peak_bytes),
         groups,
         artifacts,
         config.disabled_passes,
         context.progress.advance,
     )
-    return partition_graph(sharded, config.reshard_after_forward, policy, context.warn_once), reports
-
-
-def _peak_of(sharded: ShardedGraph, config: EngineConfig, policy: str | CheckpointFunction, graph: fx.Graph) -> int:
-    """Predicted bytes at the peak of a joint graph in the place of the sharded one's, its calls as they stand."""
-    asked = replace(sharded, graph_module=graph_module(torch.nn.Module(), graph))
-    return predict_step_memory(partition_graph(asked, config.reshard_after_forward, policy)).peak_bytes
+    return partition.partitioned(context.warn_once), reports
 
 
 def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:

@@ -83,7 +83,8 @@ def _is_linear(node: fx.Node, late: Collection[fx.Node]) -> bool:
 
 def _is_zero(node: fx.Node) -> bool:
     position = {aten.scalar_tensor.default: 0, aten.full.default: 1}.get(node.target)  # type: ignore[call-overload]
-    return position is not None and node.args[position] in (0, 0.0)
+    value: Any = None if position is None else node.args[position]
+    return isinstance(value, (int, float)) and value == 0
 
 
 _Rule = Callable[[fx.Node, list[int], list[bool]], bool]  # the call, which arguments are multiples, which are zero

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.passes.decompose.cuts import RESHAPES, Cut
 from lightning_autoparallel.passes.decompose.product_parts import cast, is_narrow, product_of
 from lightning_autoparallel.passes.loss_head.head_region import HeadRegion
-from lightning_autoparallel.passes.loss_head.row_rules import RowCall
 from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
 
 aten = torch.ops.aten
@@ -21,42 +21,72 @@ aten = torch.ops.aten
 def write_chunks(region: HeadRegion, given: Mapping[fx.Node, fx.Node], call: Calls) -> dict[fx.Node, fx.Node]:
     """The whole values of the region's exits, from calls that are added; ``given`` stands for what it would read.
 
-    One chunk is done before the next one begins. Rows are put together again; sums over rows are added up, in float32
-    where they are narrower, and rounded once.
+    Where ranks reduce something of a chunk, the next chunk begins meanwhile; else one is done before the next begins.
+    Rows are put together again; sums over rows are added up as they come, in float32 where they are narrower, and
+    rounded once.
     """
-    exits = region.exits()
-    parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in exits}
-    for index in range(region.chunks):
-        chunk = _Chunk(region, index, given, call)
-        made: dict[fx.Node, fx.Node] = {}
-        for node, row_call in region.calls.items():
-            made[node] = chunk.written(node, row_call, made)
-        for node in exits:
-            total = parts[node]
-            if total and region.calls[node].result is None:
-                total[:] = [call(aten.add.Tensor, total[0], made[node])]
-            else:
-                total.append(made[node])
-    return {node: _whole(node, region.calls[node].result, parts[node], call) for node in exits}
+    stages = _stages(region)
+    chunks = [_Chunk(region, index, given, call) for index in range(region.chunks)]
+    parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.exits()}
+    for index, stage in _turns(region.chunks, 1 + max(stages.values())):
+        for node in region.calls:
+            if stages[node] == stage:
+                made = chunks[index].write(node)
+                if node in parts:
+                    _collect(parts[node], made, region.calls[node].result, call)
+    return {node: _whole(node, region.calls[node].result, parts[node], call) for node in parts}
+
+
+def _stages(region: HeadRegion) -> dict[fx.Node, int]:
+    """How many waits for reductions must be behind a chunk where a call of it runs, which is as late as it can be."""
+    behind: dict[fx.Node, int] = {}  # waits between a call and the end of its chunk
+    for node in reversed(region.calls):
+        readers = [user for user in node.users if user in region.calls]
+        behind[node] = max((behind[user] + fxn.is_wait(user) for user in readers), default=0)
+    most = max(behind.values())
+    return {node: most - waits for node, waits in behind.items()}
+
+
+def _turns(chunks: int, stages: int) -> Iterator[tuple[int, int]]:
+    """In which order the stages of chunks run: the first half of one chunk's between the second half of the last's."""
+    half = (stages + 1) // 2
+    for index in range(chunks + 1):
+        for stage in range(half):
+            if index < chunks:
+                yield index, stage
+            if index > 0 and half + stage < stages:
+                yield index - 1, half + stage
+
+
+def _collect(parts: list[fx.Node], made: fx.Node, cut: Cut | None, call: Calls) -> None:
+    """Add what a chunk has made of an exit: to the sum, or to the rows."""
+    if cut is None and parts:
+        made = Calls(call.anchor, made.meta, call.results)(aten.add.Tensor, parts.pop(), made)
+    parts.append(made)
 
 
 class _Chunk:
     """Writes the calls of one chunk."""
 
     def __init__(self, region: HeadRegion, index: int, given: Mapping[fx.Node, fx.Node], call: Calls) -> None:
-        self._chunks, self._index, self._given, self._call = region.chunks, index, given, call
+        self._region, self._index, self._given, self._call = region, index, given, call
         self._rows: dict[tuple[fx.Node, Cut], fx.Node] = {}
+        self._made: dict[fx.Node, fx.Node] = {}
 
-    def written(self, node: fx.Node, row_call: RowCall, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """The call on this chunk's rows, whose arguments of the region are ``made``."""
+    def write(self, node: fx.Node) -> fx.Node:
+        """The call on this chunk's rows; what it reads of the region is written already."""
         operands = {
-            operand: made[operand] if operand in made else self._entry(operand, cut)
-            for operand, cut in row_call.operands.items()
+            operand: self._made[operand] if operand in self._made else self._entry(operand, cut)
+            for operand, cut in self._region.calls[node].operands.items()
         }
+        self._made[node] = self._written(node, self._region.calls[node].result, operands)
+        return self._made[node]
+
+    def _written(self, node: fx.Node, cut: Cut | None, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
         call = Calls(self._call.anchor, _meta(node), self._call.results)
-        if row_call.result is None:
+        if cut is None:
             return _addend(call, node, operands)
-        shape = row_call.result.part_of(node.meta["val"].shape)
+        shape = cut.part_of(node.meta["val"].shape)
         if node.target in RESHAPES:
             return call.view(operands[node.all_input_nodes[0]], shape)
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
@@ -81,7 +111,7 @@ class _Chunk:
         start = self._index * cut.inner
         if cut.outer == 1:
             return call(aten.slice.Tensor, source, cut.dim, start, start + cut.inner)
-        spread = call.view(source, cut.spread(shape, self._chunks * cut.inner))
+        spread = call.view(source, cut.spread(shape, self._region.chunks * cut.inner))
         rows = call(aten.slice.Tensor, spread, cut.dim + 1, start, start + cut.inner)
         return call.view(rows, cut.part_of(shape))
 

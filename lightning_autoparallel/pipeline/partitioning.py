@@ -1,0 +1,47 @@
+"""The partition of a joint graph, which a pass may ask for to see what its rewriting does to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lightning_autoparallel.compile import partition_graph
+from lightning_autoparallel.contracts import CheckpointFunction, PartitionedGraph, ShardedGraph
+from lightning_autoparallel.cost.memory import predict_step_memory
+
+
+@dataclass
+class Partitioning:
+    """Partitions one graph; what was partitioned last is not partitioned again while its calls are the same."""
+
+    sharded: ShardedGraph
+    reshard_after_forward: bool
+    policy: str | CheckpointFunction
+    _warnings: list[str] = field(default_factory=list)
+    _last: tuple[tuple[fx.Node, ...], PartitionedGraph] | None = None
+
+    def peak_bytes(self, graph: fx.Graph) -> int:
+        """Predicted bytes at the peak of the step, its calls as they stand.
+
+        Raises:
+            UnsupportedOpError: a node has no recorded value.
+        """
+        assert graph is self.sharded.graph_module.graph
+        return predict_step_memory(self._now()).peak_bytes
+
+    def partitioned(self, warn: Callable[[str], None]) -> PartitionedGraph:
+        """The graph as it is now, in two; ``warn`` is told where a policy finds nothing to recompute."""
+        found = self._now()
+        for message in self._warnings:
+            warn(message)
+        return found
+
+    def _now(self) -> PartitionedGraph:
+        calls = tuple(self.sharded.graph_module.graph.nodes)
+        if self._last is None or self._last[0] != calls:
+            self._warnings.clear()
+            made = partition_graph(self.sharded, self.reshard_after_forward, self.policy, self._warnings.append)
+            self._last = calls, made
+        return self._last[1]
