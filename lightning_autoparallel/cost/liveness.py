@@ -39,7 +39,8 @@ class Surroundings:
     ``excluded`` placeholders are not counted, ``held`` ones live until the graph has returned, others until their last
     use. ``same`` maps placeholders to the storages of another graph that they come from: several may share one.
     ``kinds`` name placeholders, ``results`` the graph's results in order. ``outside`` is alive all the while.
-    ``elsewhere_bytes`` are those of the peak of what runs before or after the graph.
+    ``elsewhere_bytes`` are those of the peak of what runs before or after the graph, ``room_bytes`` what it may take
+    where it is much slower with less.
     """
 
     excluded: Collection[str] = ()
@@ -49,6 +50,7 @@ class Surroundings:
     results: Sequence[str] = ()
     outside: Sequence[MemoryShare] = ()
     elsewhere_bytes: int = 0
+    room_bytes: int = 0
 
 
 def predict_memory(

@@ -63,24 +63,24 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
     return StepMemory(forward=forward, backward=backward)
 
 
-def surroundings_of(partitioned: PartitionedGraph, graph: fx.Graph) -> Surroundings:
+def surroundings_of(partitioned: PartitionedGraph, graph: fx.Graph, *, room_bytes: int = 0) -> Surroundings:
     """What the caller decides of the memory of the forward or the backward graph, as ``predict_step_memory`` has it.
 
-    The forward is told how much the backward takes in its present order.
+    The forward is told how much the backward takes in its present order, both what ``room_bytes`` there is.
 
     Raises:
         UnsupportedOpError: a node of the backward has no recorded value.
     """
     handover = _Handover(partitioned)
     if graph is partitioned.forward.graph:
-        around = handover.forward()
+        around = replace(handover.forward(), room_bytes=room_bytes)
         if partitioned.backward is None:
             return around
         later = handover.backward(partitioned.backward.graph, 1)
         peak = predict_memory(partitioned.backward.graph, surroundings=later).peak_bytes
         return replace(around, elsewhere_bytes=peak)
     assert partitioned.backward is not None and graph is partitioned.backward.graph
-    return handover.backward(graph, 1)
+    return replace(handover.backward(graph, 1), room_bytes=room_bytes)
 
 
 class _Handover:

@@ -26,6 +26,8 @@ from lightning_autoparallel.passes.scheduling.runs import note_runs
 
 SurroundingsOf = Callable[[fx.Graph], Surroundings]
 _LEAST_GAIN = 1e-3  # of the predicted time: less is noise
+_MUCH_EXPOSED, _WORTH_MEMORY = 0.05, 0.01  # of the predicted time: what more memory is tried for, and has to gain
+_KEPT = "order kept"
 
 
 def schedule_overlap(
@@ -79,21 +81,48 @@ def _ordered(
     extra_bytes: int,
 ) -> tuple[str, ...]:
     """Order the calls anew, with a peak of at most ``extra_bytes`` above the step's present one, or leave them."""
-    before, storages = list(graph.nodes)[:-1], resolve_storages(graph, around.same)
-    old_time = costs.timeline(graph, times_us)
-    old_memory = predict_memory(graph, surroundings=around, storages=storages)
-    options = options_within(limit_bytes=max(old_memory.peak_bytes, around.elsewhere_bytes) + extra_bytes)
-    calls = read_calls(graph, times_us)
-    note_runs(graph, calls.heavy.__contains__)
-    reorder(graph, schedule(calls, LiveBytes(graph, around, storages), options, old_memory.live_bytes))
-    time = costs.timeline(graph, times_us)
-    memory = predict_memory(graph, surroundings=around, storages=storages)
-    compared = _compared(old_time, time, old_memory, memory)
-    is_faster = time.time_us <= old_time.time_us * (1 - _LEAST_GAIN)
-    if is_faster and memory.peak_bytes <= options.limit_bytes:
-        return (compared,)
-    reorder(graph, before)
-    return (f"order kept; the other one: {compared}",)
+    ordering = _Ordering(graph, costs, times_us, around)
+    note_runs(graph, ordering.calls.heavy.__contains__)
+    limit_bytes = max(ordering.memory.peak_bytes, around.elsewhere_bytes) + extra_bytes
+    compared = ordering.within(options_within(limit_bytes=limit_bytes), _LEAST_GAIN)
+    if ordering.exposed_share > _MUCH_EXPOSED and around.room_bytes > limit_bytes:
+        more = ordering.within(options_within(limit_bytes=around.room_bytes), _WORTH_MEMORY)
+        compared = compared if more.startswith(_KEPT) else more
+    return (compared,)
+
+
+class _Ordering:
+    """Orders of one graph; it is left in the best of those that were asked for."""
+
+    def __init__(
+        self, graph: fx.Graph, costs: CostModel, times_us: Mapping[fx.Node, float], around: Surroundings
+    ) -> None:
+        self._graph, self._costs, self._times_us, self._around = graph, costs, times_us, around
+        self._storages = resolve_storages(graph, around.same)
+        self._nodes = list(graph.nodes)[:-1]
+        self.calls = read_calls(graph, times_us)
+        self._best = self._before = costs.timeline(graph, times_us)
+        self.memory = predict_memory(graph, surroundings=around, storages=self._storages)
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the graph's time in which communication is exposed."""
+        return self._best.exposed_us / self._best.time_us if self._best.time_us else 0.0
+
+    def within(self, options: ScheduleOptions, gain: float) -> str:
+        """Order the calls anew if that is faster by ``gain``, as a share of the time, and within the limit."""
+        graph, present = self._graph, list(self._graph.nodes)[:-1]
+        reorder(graph, self._nodes)
+        live = LiveBytes(graph, self._around, self._storages)
+        reorder(graph, schedule(self.calls, live, options, self.memory.live_bytes))
+        time = self._costs.timeline(graph, self._times_us)
+        memory = predict_memory(graph, surroundings=self._around, storages=self._storages)
+        compared = _compared(self._before, time, self.memory, memory)
+        if time.time_us <= self._best.time_us * (1 - gain) and memory.peak_bytes <= options.limit_bytes:
+            self._best = time
+            return compared
+        reorder(graph, present)
+        return f"{_KEPT}; the other one: {compared}"
 
 
 def _all_held(graph: fx.Graph) -> Surroundings:

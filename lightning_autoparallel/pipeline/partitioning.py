@@ -14,11 +14,15 @@ from lightning_autoparallel.cost.memory import predict_step_memory
 
 @dataclass
 class Partitioning:
-    """Partitions one graph; what was partitioned last is not partitioned again while its calls are the same."""
+    """Partitions one graph; what was partitioned last is not partitioned again while its calls are the same.
+
+    ``first_bytes`` are those of the peak that was asked for first, 0 where none was.
+    """
 
     sharded: ShardedGraph
     reshard_after_forward: bool
     policy: str | CheckpointFunction
+    first_bytes: int = 0
     _warnings: list[str] = field(default_factory=list)
     _last: tuple[tuple[fx.Node, ...], PartitionedGraph] | None = None
 
@@ -29,7 +33,9 @@ class Partitioning:
             UnsupportedOpError: a node has no recorded value.
         """
         assert graph is self.sharded.graph_module.graph
-        return predict_step_memory(self._now()).peak_bytes
+        found = predict_step_memory(self._now()).peak_bytes
+        self.first_bytes = self.first_bytes or found
+        return found
 
     def partitioned(self, warn: Callable[[str], None]) -> PartitionedGraph:
         """The graph as it is now, in two; ``warn`` is told where a policy finds nothing to recompute."""

@@ -267,12 +267,12 @@ def _rewritten(
     config, groups = context.config, AxesByGroup(context.mesh)
     error: Exception | None = None
     try:
-        partitioned, reports = _partitioned(sharded, context, groups, artifacts, costs)
+        partitioned, reports, room_bytes = _partitioned(sharded, context, groups, artifacts, costs)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
     check_same_start(partitioned, _settings(config, costs), context.control)
-    around = partial(surroundings_of, partitioned)
+    around = partial(surroundings_of, partitioned, room_bytes=room_bytes)
     backend = _backend(context.mesh, costs)
     passes = split_passes(
         _bucket_limit(config, costs),
@@ -295,7 +295,8 @@ def _rewritten(
 
 def _partitioned(
     sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter, costs: CostModel
-) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
+) -> tuple[PartitionedGraph, tuple[PassReport, ...], int]:
+    """Passes over the joint graph and the partition; with the bytes that it would take without some of them."""
     config, policy = context.config, context.found.policy or context.checkpointing
     partition = Partitioning(sharded, config.reshard_after_forward, policy)
     reports = run_passes(
@@ -307,7 +308,7 @@ def _partitioned(
         config.disabled_passes,
         context.progress.advance,
     )
-    return partition.partitioned(context.warn_once), reports
+    return partition.partitioned(context.warn_once), reports, partition.first_bytes
 
 
 def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:

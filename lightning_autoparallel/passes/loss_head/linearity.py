@@ -117,7 +117,8 @@ def _filled(node: fx.Node, where: list[int], zero: list[bool]) -> bool:
 
 
 def _padded(node: fx.Node, where: list[int], zero: list[bool]) -> bool:
-    return where == [0] and (len(node.args) < 3 or node.args[2] == 0)
+    value: Any = node.args[2] if len(node.args) > 2 else 0
+    return where == [0] and bool(value == 0)
 
 
 _LINEAR = {
