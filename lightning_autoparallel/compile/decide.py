@@ -75,7 +75,7 @@ def _decided_anyway(
     for node in calls:
         if fxn.is_random(_operator_of(node)) or fxn.is_early(node):
             decided[node] = "save"
-        elif fxn.is_view_of_all(node) or (node in gathered and reshard_after_forward and _block_of(node) != begins):
+        elif fxn.is_view_of_all(node) or (node in gathered and reshard_after_forward and node not in begins):
             decided[node] = "recompute"
         elif node in gathered:
             decided[node] = "save"
@@ -84,14 +84,15 @@ def _decided_anyway(
     return decided
 
 
-def _where_backward_begins(calls: Sequence[fx.Node], gathered: Collection[fx.Node]) -> str | None:
-    """The last block that gathers, where nothing is left for the backward to compute before it needs that again.
+def _where_backward_begins(calls: Sequence[fx.Node], gathered: Collection[fx.Node]) -> set[fx.Node]:
+    """What the last block gathers, where nothing is left for the backward to compute before it needs that again.
 
     So it is where the forward has computed the gradients behind that block: a gather would be waited for.
     """
     if not any(map(fxn.is_early, calls)):
-        return None
-    return next((block for node in reversed(calls) if node in gathered and (block := _block_of(node))), None)
+        return set()
+    last = next((block for node in reversed(calls) if node in gathered and (block := _block_of(node))), None)
+    return set() if last is None else {node for node in gathered if _block_of(node) == last}
 
 
 def _block_of(node: fx.Node) -> str | None:

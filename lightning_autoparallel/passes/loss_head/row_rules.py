@@ -146,7 +146,7 @@ def _aligned(operand: fx.Node, node: fx.Node, cut: Cut) -> Cut | None:
 def _is_elementwise(node: fx.Node) -> bool:
     if node.target in _ELEMENTWISE:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _argument(position: int) -> Callable[[fx.Node], list[int]]:
