@@ -12,7 +12,7 @@ from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
-from lightning_autoparallel.pipeline import engine, stages
+from lightning_autoparallel.pipeline import engine, partitioning, stages
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
 from lightning_autoparallel.pipeline.stages import step_forecast
 from lightning_autoparallel.plan import other_plans
@@ -70,7 +70,7 @@ def test_what_was_captured_to_find_the_plan_is_what_is_compiled(monkeypatch: pyt
     def again(request: Any) -> Any:
         raise AssertionError("captured again")
 
-    monkeypatch.setattr(stages, "partition_graph", partition)
+    monkeypatch.setattr(partitioning, "partition_graph", partition)
     monkeypatch.setattr(stages, "capture_step", again)
     report = found(80.0, rows=64)
     (told,) = [note for note in report.notes if "were taken through the passes" in note]
