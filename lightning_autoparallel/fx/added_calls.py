@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.torch_compat.tracing import FakeTensorMode, fake_evaluated
+from lightning_autoparallel.torch_compat.tracing import FakeTensor, FakeTensorMode, fake_evaluated, fake_mode_of
 
 aten = torch.ops.aten
 
@@ -35,6 +35,12 @@ class FakeResults:
             with self._mode or contextlib.nullcontext():
                 self._known[key] = fake_evaluated(target, args, kwargs)
         return self._known[key]
+
+
+def results_beside(node: fx.Node) -> FakeResults:
+    """Results that are fake as that of ``node`` is, also those of calls without tensors."""
+    value = node.meta["val"]
+    return FakeResults(fake_mode_of(value) if isinstance(value, FakeTensor) else None)
 
 
 def _geometry(argument: Any) -> Any:

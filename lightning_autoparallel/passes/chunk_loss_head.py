@@ -21,7 +21,7 @@ from lightning_autoparallel.contracts import GraphInput
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.added_calls import Calls
+from lightning_autoparallel.fx.added_calls import Calls, results_beside
 from lightning_autoparallel.fx.in_order import sort_calls
 from lightning_autoparallel.passes.decompose.product_parts import product_of
 from lightning_autoparallel.passes.loss_head import ChunkOptions, HeadRegion, NotChunkable, find_region, write_chunks
@@ -175,7 +175,7 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
     exits = region.exits()
     readers = {node: [user for user in node.users if user not in region.calls] for node in exits}
     first = next(node for node in graph.nodes if any(node in users for users in readers.values()))
-    call = Calls(first, {})
+    call = Calls(first, {}, results_beside(region.product))
     given = with_unit_tangent(entries, late, tangent, call) if inside else {}
     whole = write_chunks(region, given, call)
     for node in exits:

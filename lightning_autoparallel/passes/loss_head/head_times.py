@@ -6,7 +6,7 @@ from torch import fx
 
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.added_calls import Calls
+from lightning_autoparallel.fx.added_calls import Calls, results_beside
 from lightning_autoparallel.passes.decompose.product_parts import product_of
 from lightning_autoparallel.passes.loss_head.head_region import HeadRegion, find_region
 from lightning_autoparallel.passes.loss_head.write_chunks import write_chunks
@@ -23,7 +23,7 @@ def extra_time_us(region: HeadRegion, costs: CostModel) -> float:
     whole_us = _time_us(alone, costs)
     again = find_region(alone, product, region.chunks)
     output = alone.output_node()
-    parts = write_chunks(again, {}, Calls(output, {}))
+    parts = write_chunks(again, {}, Calls(output, {}, results_beside(product)))
     output.args = (list(parts.values()),)
     for node in reversed(again.calls):
         alone.erase_node(node)

@@ -122,10 +122,13 @@ def _padded(node: fx.Node, where: list[int], zero: list[bool]) -> bool:
 
 
 _LINEAR = {
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
     aten.sum.dim_IntList,
     aten.sum.default,
     aten.neg.default,
     aten.slice.Tensor,
+    aten.slice_backward.default,
     aten.select.int,
     aten.gather.default,
     aten.div.Tensor,

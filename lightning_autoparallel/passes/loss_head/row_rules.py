@@ -192,6 +192,7 @@ _ALONG: Mapping[Any, Callable[[fx.Node], list[int]]] = {
     aten.scatter.src: _argument(1),
     aten.scatter_add.default: _argument(1),
     aten.slice.Tensor: _argument(1),
+    aten.slice_backward.default: _argument(2),
     aten.slice_scatter.default: _argument(2),
     aten.constant_pad_nd.default: _padded,
 }

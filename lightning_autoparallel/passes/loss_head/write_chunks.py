@@ -90,8 +90,8 @@ class _Chunk:
         if node.target in RESHAPES:
             return call.view(operands[node.all_input_nodes[0]], shape)
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
-        if node.target is aten.expand.default:
-            args = (args[0], shape)
+        if node.target in (aten.expand.default, aten.slice_backward.default):
+            args = (args[0], shape, *args[2:])
         if node.target is aten.full.default:
             args = (shape, *args[1:])
         return call(node.target, *args, **kwargs)

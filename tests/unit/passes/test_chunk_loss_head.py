@@ -1,0 +1,152 @@
+"""Heads of losses in chunks: what leaves them is as before, what is in them is not as wide; and what stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_autoparallel.capture.decompositions import planning_decompositions
+from lightning_autoparallel.contracts import GraphInput
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
+from lightning_autoparallel.passes.loss_head import ChunkOptions
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 6, 24
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+def with_z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits, targets) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+
+
+def shifted(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def capped(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(3 * torch.tanh(logits / 3), targets)
+
+
+def told(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits
+
+
+def squared(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits, targets).square()
+
+
+class Speaker(nn.Module):
+    """A table, a layer, a head with a bias or tied to the table, and a loss."""
+
+    def __init__(self, loss: Loss, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=not tied)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(self.head(torch.tanh(self.body(self.table(tokens)))), tokens.roll(-1, 1))
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+class Joint:
+    """The loss and the gradients of a module for a tangent, as one graph."""
+
+    def __init__(self, module: nn.Module, batch: Tensor, tangent: float = 1.0) -> None:
+        self.names = [name for name, _ in module.named_parameters()]
+        self.given = [*module.parameters(), batch, torch.tensor(tangent)]
+
+        def step(*given: Tensor) -> list[Tensor]:
+            *parameters, rows, arriving = given
+            result = torch.func.functional_call(module, dict(zip(self.names, parameters, strict=True)), (rows,))
+            return [result, *torch.autograd.grad(result, parameters, arriving.expand_as(result))]
+
+        self.graph_module = make_fx(step, decomposition_table=planning_decompositions(), tracing_mode="fake")(
+            *self.given
+        )
+        kinds = [*["parameter"] * len(self.names), "batch", "tangent"]
+        self.inputs = [GraphInput(kind=kind, name=str(index)) for index, kind in enumerate(kinds)]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The calls."""
+        return self.graph_module.graph
+
+    def run(self) -> list[Tensor]:
+        """The loss, then gradients."""
+        return self.graph_module(*self.given)
+
+    def chunked(self, chunks: int) -> tuple[str, ...]:
+        """The notes of the pass, which has rewritten the graph."""
+        notes = chunk_loss_head(self.graph, inputs=self.inputs, options=ChunkOptions(chunks=chunks))
+        self.graph_module.recompile()
+        return notes
+
+    def widest(self) -> int:
+        """Elements of the largest value that has a column for each token of the vocabulary."""
+        values = [value for node in self.graph.nodes for value in fxn.values(node) if value is not None]
+        return max(value.numel() for value in values if value.dim() > 1 and value.shape[-1] == VOCABULARY)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("loss", [cross_entropy, smoothed, with_z_loss, shifted, capped])
+def test_results_and_gradients_are_as_before(loss: Loss, tied: bool) -> None:
+    joint = Joint(Speaker(loss, tied), tokens(), tangent=2.5)
+    before, whole = joint.run(), joint.widest()
+    assert any(note.endswith("2 chunks of rows") for note in joint.chunked(2))
+    assert joint.widest() == whole // 2
+    for value, expected in zip(joint.run(), before, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_those_of_torch() -> None:
+    module, batch = Speaker(cross_entropy), tokens()
+    joint = Joint(module, batch)
+    joint.chunked(4)
+    _, *gradients = joint.run()
+    module(batch).backward()
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_backward_reads_is_marked_for_the_forward() -> None:
+    joint = Joint(Speaker(cross_entropy), tokens())
+    joint.chunked(2)
+    assert any(fxn.is_early(node) for node in joint.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "chunks", "reason"),
+    [
+        # The gradient of a square needs the loss itself, which is known once all rows are.
+        (squared, 2, "needs all rows"),
+        (cross_entropy, 3, "rows are not 3 equal chunks"),
+        (told, 2, "the graph's result"),
+    ],
+)
+def test_why_a_head_stays_whole(loss: Loss, chunks: int, reason: str) -> None:
+    joint = Joint(Speaker(loss), tokens())
+    before = str(joint.graph)
+    assert any(reason in note for note in joint.chunked(chunks))
+    assert str(joint.graph) == before
