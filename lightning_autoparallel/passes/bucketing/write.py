@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls, FakeResults
+from lightning_autoparallel.passes.bucketing import casts
 from lightning_autoparallel.passes.bucketing.choose import common_path
 from lightning_autoparallel.passes.bucketing.moves import hoist, sink
 from lightning_autoparallel.torch_compat import collectives
@@ -68,16 +69,15 @@ class BucketWriter:
         last, behind = members[-1], members[-1].next
         _, reduce_op, *rest = last.args
         call = self._caller(last, shared)
+        operands = casts.without_casts([_operand(member) for member in members], call)
         if rest[:-1]:  # (ranks, part): what goes to each rank lies together
             ranks = rest[0]
             assert isinstance(ranks, int)
-            rows = [
-                call(aten.view.default, _operand(m), [ranks, _value(_operand(m)).numel() // ranks]) for m in members
-            ]
+            rows = [call(aten.view.default, part, [ranks, _value(part).numel() // ranks]) for part in operands]
             joined = call(aten.cat.default, rows, 1)
             joined = call(aten.view.default, joined, [_value(joined).numel()])
         else:
-            joined = call(aten.cat.default, [_flat(call, _operand(member)) for member in members])
+            joined = call(aten.cat.default, [_flat(call, part) for part in operands])
         reduced = self._launch(last, shared, last.target, joined, reduce_op, *rest)
         whole = call(collectives.WAIT, reduced)
         begin = 0
@@ -95,9 +95,18 @@ class BucketWriter:
 
     def _erase(self, members: list[fx.Node]) -> None:
         for member in members:
+            operand = _operand(member)
             for wait in list(member.users):
                 self._graph.erase_node(wait)
             self._graph.erase_node(member)
+            self._erase_unread(operand)
+
+    def _erase_unread(self, node: fx.Node) -> None:
+        """Remove what only a member read: a cast that the bucket does without."""
+        while not node.users and node.target in casts.COPIES_AND_VIEWS:
+            source = node.all_input_nodes[0]
+            self._graph.erase_node(node)
+            node = source
 
     def _caller(self, anchor: fx.Node, meta: dict[str, Any]) -> Calls:
         """Adds calls right before ``anchor``, of the same place in the user's code as ``meta``."""

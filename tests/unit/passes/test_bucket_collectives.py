@@ -136,6 +136,41 @@ def test_reductions_become_one_and_what_follows_them_too():
     assert kinds(draft.check()) == ["reduce_scatter", "all_reduce"]
 
 
+@pytest.mark.parametrize("has_wide", [True, False])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_gradients_are_cast_as_they_are_laid_side_by_side(kind: str, has_wide: bool):
+    """No copy of them waits for the others; the values that are reduced are the same."""
+    draft = Draft()
+    reduce = draft.scatter if kind == "reduce_scatter" else draft.reduce
+    narrow = [draft.input([2 * size, 3], torch.bfloat16) for size in (3, 1, 5)]
+    gradients = [draft.call(aten.to.dtype, draft.call(aten.neg.default, x), torch.float32) for x in narrow]
+    gradients[2] = draft.call(aten.view.default, gradients[2], [2, 15])
+    gradients += [draft.input([4])] * has_wide
+    draft.results += [reduce(gradient) for gradient in gradients]
+    (launched,) = draft.check()
+    assert fxn.collective_kind(launched) == kind
+    assert launched.args[0].meta["val"].dtype == torch.float32
+    casts = [node for node in draft.graph.nodes if node.target is aten.to.dtype]
+    assert [cast.meta["val"].numel() for cast in casts] == ([] if has_wide else [6])
+
+
+def test_a_cast_that_others_read_stays_for_them():
+    draft = Draft()
+    cast = draft.call(aten.to.dtype, draft.input([4], torch.bfloat16), torch.float32)
+    draft.results += [draft.reduce(cast), draft.reduce(draft.input([2])), draft.call(aten.neg.default, cast)]
+    draft.check()
+    assert cast in draft.graph.nodes
+    assert len(cast.users) == 1
+
+
+def test_what_loses_digits_is_cast_before_it_is_reduced():
+    draft = Draft()
+    for dtype in (torch.float64, torch.int32):
+        draft.results.append(draft.reduce(draft.call(aten.to.dtype, draft.input([3], dtype), torch.float32)))
+    draft.check()
+    assert sum(node.target is aten.to.dtype for node in draft.graph.nodes) == 2
+
+
 def test_all_reduces_of_scalars_and_matrices_become_one():
     draft = Draft()
     draft.results += [draft.reduce(draft.input(shape)) for shape in ([], [2, 3], [7])]
