@@ -374,7 +374,7 @@ class EngineConfig:
     disabled_passes: tuple[str, ...] = ()
     bucket_mb: float | None = None
     decompose_matmuls: DecomposeSpec = DecomposeSpec()
-    loss_chunks: int | str = 1
+    loss_chunks: int | str = AUTO
     reduce_every_micro_batch: bool | str = "auto"
     hardware: str | Mapping[str, Any] | None = None
     ranks_per_node: int | None = None

@@ -83,7 +83,7 @@ def parallelize(
     disabled_passes: Sequence[str] = (),
     bucket_mb: float | None = None,
     decompose_matmuls: str | Mapping[str, Any] = "auto",
-    loss_chunks: int | Literal["auto"] = 1,
+    loss_chunks: int | Literal["auto"] = "auto",
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelModule:

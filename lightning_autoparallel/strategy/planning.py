@@ -121,7 +121,7 @@ def plan(
     hardware: str | dict[str, Any] | None = None,
     decompose_matmuls: str | dict[str, Any] = "auto",
     memory_budget_gib: float | None = None,
-    loss_chunks: int | Literal["auto"] = 1,
+    loss_chunks: int | Literal["auto"] = "auto",
     global_batch_size: int | None = None,
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.

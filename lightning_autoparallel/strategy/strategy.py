@@ -144,7 +144,7 @@ class AutoParallelStrategy(SavingStrategy):
         capture: str | dict[str, Any] = "auto",
         reduce_every_micro_batch: bool | Literal["auto"] = "auto",
         memory_budget_gib: float | None = None,
-        loss_chunks: int | Literal["auto"] = 1,
+        loss_chunks: int | Literal["auto"] = "auto",
     ) -> None:
         spec = MeshSpec.from_mapping({"dp_shard": -1} if mesh is None else mesh)
         super().__init__(spec, process_group_backend, timeout, save_distributed_checkpoint, async_save)

@@ -65,6 +65,7 @@ class _Scheduler:
         self._ready = sorted(self._entry(node) for node in calls.nodes if not self._missing[node])
         self._put_off: deque[tuple[fx.Node, int]] = deque()  # with the heavy calls that had run
         self._unwaited: deque[fx.Node] = deque()  # waits for reductions that nothing else needs
+        self._reducing: list[fx.Node] = []  # all such waits that may run, the put off ones among them
         self._heavy_run = 0
         urgent = [place for node, place in calls.place.items() if is_urgent(node)]
         self._urgent_at = [calls.heavy_before[place] for place in urgent]
@@ -160,6 +161,8 @@ class _Scheduler:
 
     def _run(self, node: fx.Node) -> None:
         self.order.append(node)
+        if node in self._reducing:
+            self._reducing.remove(node)
         self._clock.run(node)
         self._live.run(node)
         self._heavy_run += node in self._calls.heavy
@@ -171,8 +174,19 @@ class _Scheduler:
                 self._run(later)  # at once: all results are held while one of them is still to be taken
             else:
                 insort(self._ready, self._entry(later))
-        while self._unwaited and self._clock.left_us(self._unwaited[0]) <= 0:
-            self._run(self._unwaited.popleft())
+                if self._is_final_wait(later):
+                    self._reducing.append(later)
+        for wait in [wait for wait in self._reducing if self._clock.left_us(wait) <= 0]:
+            if wait in self._reducing:  # not run on the way
+                self._run_done(wait)
+
+    def _run_done(self, wait: fx.Node) -> None:
+        """Wait for a reduction that is done, wherever its wait stands."""
+        if wait in self._unwaited:
+            self._unwaited.remove(wait)
+        else:
+            self._ready.remove(self._entry(wait))
+        self._run(wait)
 
     def _entry(self, node: fx.Node) -> tuple[int, bool, int]:
         # What was given an earlier place goes ahead of what stood there.

@@ -14,6 +14,7 @@ from lightning_autoparallel.fx.in_order import reorder
 from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
 from lightning_autoparallel.passes.scheduling.early import Room, early_places
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
+from lightning_autoparallel.torch_compat import collectives
 from tests.unit.cost._graphs import Builder, aten
 from tests.unit.passes.reductions import COSTS, WIDTH, random_graph, reduce_over
 
@@ -91,6 +92,26 @@ def test_a_schedule_keeps_to_its_limit_where_it_would_pass_it(make: Callable[[in
     free_bytes, old_bytes = _scheduled(make(seed), extra_bytes=10**9)
     peak_bytes, _ = _scheduled(make(seed), extra_bytes=0)
     assert peak_bytes <= old_bytes < free_bytes
+
+
+def test_a_reduction_that_is_done_is_waited_for_wherever_its_wait_stands():
+    """Its wait stands at the end; what it reads goes once it is done, which a running one of another group is not."""
+    build = Builder()
+    x = build.input(WIDTH, WIDTH)
+    reductions = []
+    for group, size in (("tp", 64), ("dp", 1)):
+        wide = build.call(aten.cat.default, [x] * size)
+        reductions.append(build.valued(wide.meta["val"], collectives.REDUCE_SCATTER, wide, "sum", 1, group))
+        reductions[-1].meta["collective_role"] = fxn.TERMINAL_REDUCTION
+    work = [x]
+    for _ in range(6):
+        work.append(build.call(aten.mm.default, work[-1], x))
+    slow, quick = (build.wait(reduction) for reduction in reductions)
+    graph = build.output(work[-1], slow, quick)
+    times_us = COSTS.all_times_us(graph)
+    assert times_us[reductions[1]] < times_us[work[1]] < 6 * times_us[work[1]] < times_us[reductions[0]]
+    _scheduled(graph, extra_bytes=10**9)
+    assert work[1] < quick < work[2] < work[-1] < slow
 
 
 def test_an_exposed_wait_is_filled_from_behind_it():
