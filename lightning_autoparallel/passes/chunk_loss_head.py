@@ -56,8 +56,7 @@ def chunk_loss_head(
     ``costs``, only what ``options`` force is computed in chunks.
     """
     chunks = (options or ChunkOptions()).chunks
-    placeholders = graph.find_nodes(op="placeholder")
-    tangents = [node for node, item in zip(placeholders, inputs, strict=False) if item.kind == "tangent"]
+    tangents = _tangents(graph, inputs)
     if chunks is not None:
         return _forced(graph, tangents, chunks)
     if costs is None or peak_of is None:
@@ -66,6 +65,34 @@ def chunk_loss_head(
         return _predicted(graph, tangents, costs, peak_of)
     except (UnsupportedOpError, ConfigError) as error:
         return (f"every head stays whole: {error}",)
+
+
+def calls_in_chunks(
+    graph: fx.Graph, inputs: Sequence[GraphInput], options: ChunkOptions | None = None
+) -> frozenset[str]:
+    """The names of calls whose results are not whole, and so not saved, where heads are computed in chunks.
+
+    ``graph`` is a step's as it was captured. Whether ``auto`` finds it worth while shows once it is placed.
+    """
+    chunks = (options or ChunkOptions()).chunks
+    if chunks == 1:
+        return frozenset()
+    tangents = _tangents(graph, inputs)
+    late = late_calls(graph, tangents)
+    names: set[str] = set()
+    for name in _widest_products(graph, tangents):
+        product = _named(graph, name)
+        assert product is not None
+        with contextlib.suppress(NotChunkable):
+            region = find_region(graph, product, chunks or 2)
+            _leading_tangent(graph, region, late)
+            names.update(node.name for node in region.calls if node not in region.exits())
+    return frozenset(names)
+
+
+def _tangents(graph: fx.Graph, inputs: Sequence[GraphInput]) -> list[fx.Node]:
+    placeholders = graph.find_nodes(op="placeholder")
+    return [node for node, item in zip(placeholders, inputs, strict=False) if item.kind == "tangent"]
 
 
 def _forced(graph: fx.Graph, tangents: Collection[fx.Node], chunks: int) -> tuple[str, ...]:
@@ -165,23 +192,18 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
         NotChunkable: the gradient in it is no multiple of one loss's; nothing is changed then.
     """
     late = late_calls(graph, tangents)
-    inside = [node for node in region.calls if node in late]
+    leading, tangent = _leading_tangent(graph, region, late)
     entries = [node for node in region.entries() if node in late]
-    leading = [node for node in graph.nodes if node in _leading(entries, late)]
-    if inside:
-        tangent = the_tangent(leading)
-        _check_range(inside)
-        check_linear([*leading, *inside], late)
     exits = region.exits()
     readers = {node: [user for user in node.users if user not in region.calls] for node in exits}
     first = next(node for node in graph.nodes if any(node in users for users in readers.values()))
     call = Calls(first, {}, results_beside(region.product))
-    given = with_unit_tangent(entries, late, tangent, call) if inside else {}
+    given = {} if tangent is None else with_unit_tangent(entries, late, tangent, call)
     whole = write_chunks(region, given, call)
     for node in exits:
         value = whole[node]
         value.meta["computed_early"] = True
-        if node in late:
+        if tangent is not None and node in late:
             value = Calls(_first_of(graph, readers[node]), node.meta)(aten.mul.Tensor, value, tangent)
         for user in readers[node]:
             user.replace_input_with(node, value)
@@ -189,8 +211,24 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
     sort_calls(graph)
 
 
-def _leading(entries: Collection[fx.Node], late: Collection[fx.Node]) -> set[fx.Node]:
-    return fxn.with_ancestors(entries, among=lambda node: node in late)
+def _leading_tangent(
+    graph: fx.Graph, region: HeadRegion, late: Collection[fx.Node]
+) -> tuple[list[fx.Node], fx.Node | None]:
+    """What of the backward comes before ``region``, and the tangent that it begins with; None: it has no gradients.
+
+    Raises:
+        NotChunkable: the gradient in it is no multiple of one loss's.
+    """
+    inside = [node for node in region.calls if node in late]
+    entries = [node for node in region.entries() if node in late]
+    before = fxn.with_ancestors(entries, among=lambda node: node in late)
+    leading = [node for node in graph.nodes if node in before]
+    if not inside:
+        return leading, None
+    tangent = the_tangent(leading)
+    _check_range(inside)
+    check_linear([*leading, *inside], late)
+    return leading, tangent
 
 
 def _first_of(graph: fx.Graph, nodes: Collection[fx.Node]) -> fx.Node:

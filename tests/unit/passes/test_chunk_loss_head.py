@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.contracts import GraphInput
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
+from lightning_autoparallel.passes.chunk_loss_head import calls_in_chunks, chunk_loss_head
 from lightning_autoparallel.passes.loss_head import ChunkOptions
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 6, 24
@@ -73,19 +74,19 @@ def tokens() -> Tensor:
 class Joint:
     """The loss and the gradients of a module for a tangent, as one graph."""
 
-    def __init__(self, module: nn.Module, batch: Tensor, tangent: float = 1.0) -> None:
+    def __init__(self, module: nn.Module, batch: Tensor, tangent: float = 1.0, tangents: int = 1) -> None:
         self.names = [name for name, _ in module.named_parameters()]
-        self.given = [*module.parameters(), batch, torch.tensor(tangent)]
+        self.given = [*module.parameters(), batch, *(torch.tensor(tangent) for _ in range(tangents))]
 
         def step(*given: Tensor) -> list[Tensor]:
-            *parameters, rows, arriving = given
+            parameters, rows, arriving = given[: len(self.names)], given[len(self.names)], given[len(self.names) + 1 :]
             result = torch.func.functional_call(module, dict(zip(self.names, parameters, strict=True)), (rows,))
-            return [result, *torch.autograd.grad(result, parameters, arriving.expand_as(result))]
+            return [result, *torch.autograd.grad(result, parameters, reduce(torch.add, arriving).expand_as(result))]
 
         self.graph_module = make_fx(step, decomposition_table=planning_decompositions(), tracing_mode="fake")(
             *self.given
         )
-        kinds = [*["parameter"] * len(self.names), "batch", "tangent"]
+        kinds = [*["parameter"] * len(self.names), "batch", *["tangent"] * tangents]
         self.inputs = [GraphInput(kind=kind, name=str(index)) for index, kind in enumerate(kinds)]
 
     @property
@@ -150,3 +151,39 @@ def test_why_a_head_stays_whole(loss: Loss, chunks: int, reason: str) -> None:
     before = str(joint.graph)
     assert any(reason in note for note in joint.chunked(chunks))
     assert str(joint.graph) == before
+
+
+def test_which_calls_of_a_step_are_not_whole() -> None:
+    """Logits and probabilities, not what is left of them, nor what enters the product."""
+    joint = Joint(Speaker(cross_entropy), tokens())
+    inside = calls_in_chunks(joint.graph, joint.inputs)
+    wide = {node.name for node in joint.graph.nodes if _is_wide(node)}
+    assert wide
+    assert wide <= inside
+    assert not any(node.name in inside for node in joint.graph.nodes if node.op != "call_function")
+    assert calls_in_chunks(joint.graph, joint.inputs, ChunkOptions(chunks=1)) == frozenset()
+
+
+@pytest.mark.parametrize("loss", [squared, told])
+def test_a_head_that_stays_whole_has_no_calls_in_chunks(loss: Loss) -> None:
+    joint = Joint(Speaker(loss), tokens())
+    assert not any(
+        _is_wide(node) and node.name in calls_in_chunks(joint.graph, joint.inputs) for node in joint.graph.nodes
+    )
+
+
+def test_gradients_in_float16_are_computed_as_large_as_they_come() -> None:
+    """Their loss's scale is what keeps them from vanishing: none are computed for a tangent of 1."""
+    joint = Joint(Speaker(cross_entropy).half(), tokens())
+    assert any("float16" in note for note in joint.chunked(2))
+
+
+def test_several_losses_are_not_one() -> None:
+    joint = Joint(Speaker(cross_entropy), tokens(), tangents=2)
+    assert any("does not come from one loss" in note for note in joint.chunked(2))
+
+
+def _is_wide(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    rows = ROWS * LENGTH
+    return node.op == "call_function" and isinstance(value, Tensor) and value.numel() == rows * VOCABULARY
