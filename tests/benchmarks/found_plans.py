@@ -3,8 +3,10 @@
     python -m tests.benchmarks.found_plans [--hardware NAME] [--ranks N ...] [--recipes NAME ...] [--rows N]
 
 Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh rules written by
-hand and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each data-parallel
-rank of the recipe's mesh; other meshes share out the same rows. What does not fit the device's memory is no plan.
+hand, `fsdp` and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each
+data-parallel rank of the recipe's mesh, by default the recipe's own; other meshes share out the same rows, where there is
+one for each rank. What does not fit the device's memory is no plan. Beside the ranks that are asked for each recipe is
+planned at its own number of them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,25 @@ from typing import Any
 
 from tests.support.plans import by_rules
 
-RECIPES = {"llama3/debug": 1, "llama3/1b": 1, "llama3/8b": 8, "llama3/70b": 8}  # tp of their meshes
 AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """``tp`` of its mesh, the ``rows`` of each data-parallel rank, and the ``ranks`` that its file speaks of."""
+
+    tp: int
+    rows: int
+    ranks: int
+
+
+RECIPES = {
+    "llama3/debug": Recipe(tp=1, rows=8, ranks=2),
+    "llama3/1b": Recipe(tp=1, rows=1, ranks=8),
+    "llama3/8b": Recipe(tp=8, rows=1, ranks=128),
+    "llama3/70b": Recipe(tp=8, rows=1, ranks=256),
+    "llama3/405b": Recipe(tp=8, rows=1, ranks=2048),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +69,11 @@ class Cell:
 
 def cells(recipe: str, ranks: int, rows: int) -> Iterator[Cell]:
     """The plans of a recipe that are compared with each other: all see the same rows."""
-    tp = min(RECIPES[recipe], ranks)
+    tp = min(RECIPES[recipe].tp, ranks)
     whole = {"dp_shard": ranks}
     if tp > 1:
         own = {"dp_shard": ranks // tp, "tp": tp}
-        for plan in (None, AUTO):
+        for plan in (None, "fsdp", AUTO):
             yield Cell(recipe=recipe, ranks=ranks, mesh=own, plan=plan, rows=rows)
         if rows % tp:
             return  # one axis would have less than a row for each rank
@@ -102,13 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Plan all that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128, 512])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 128, 512])
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
-    parser.add_argument("--rows", type=int, default=8, help="of each data-parallel rank of the recipe's mesh")
+    parser.add_argument("--rows", type=int, help="of each data-parallel rank of the recipe's mesh; default: its own")
     given = parser.parse_args(arguments)
     for recipe in given.recipes:
-        for ranks in given.ranks:
-            compare(recipe, ranks, given.rows, given.hardware)
+        own = RECIPES[recipe]
+        for ranks in sorted({*given.ranks, own.ranks}):
+            compare(recipe, ranks, given.rows or own.rows, given.hardware)
 
 
 if __name__ == "__main__":
