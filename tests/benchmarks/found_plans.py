@@ -4,9 +4,9 @@
 
 Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh rules written by
 hand, `fsdp` and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each
-data-parallel rank of the recipe's mesh, by default the recipe's own; other meshes share out the same rows, where there is
-one for each rank. What does not fit the device's memory is no plan. Beside the ranks that are asked for each recipe is
-planned at its own number of them.
+data-parallel rank of the recipe's mesh, by default the recipe's own; other meshes share out the same rows, where there
+is one for each rank. What does not fit the device's memory is no plan. Beside the ranks that are asked for each recipe
+is planned at its own number of them.
 """
 
 from __future__ import annotations
