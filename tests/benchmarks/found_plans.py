@@ -3,7 +3,7 @@
     python -m tests.benchmarks.found_plans [--hardware NAME] [--ranks N ...] [--recipes NAME ...] [--rows N]
 
 Every plan of a mesh is planned by the subcommand `plan` in a process of its own: on the recipe's mesh rules written by
-hand, `fsdp` and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each
+hand and `auto`, and on one axis `ddp`, `fsdp` and `auto`; on two dp axes `hsdp`. Rows are those of each
 data-parallel rank of the recipe's mesh, by default the recipe's own; other meshes share out the same rows, where there
 is one for each rank. What does not fit the device's memory is no plan. Beside the ranks that are asked for each recipe
 is planned at its own number of them.
@@ -73,7 +73,7 @@ def cells(recipe: str, ranks: int, rows: int) -> Iterator[Cell]:
     whole = {"dp_shard": ranks}
     if tp > 1:
         own = {"dp_shard": ranks // tp, "tp": tp}
-        for plan in (None, "fsdp", AUTO):
+        for plan in (None, AUTO):
             yield Cell(recipe=recipe, ranks=ranks, mesh=own, plan=plan, rows=rows)
         if rows % tp:
             return  # one axis would have less than a row for each rank

@@ -41,8 +41,11 @@ def case_of(model: str, **settings: Any) -> Case:
     return Case(model=model, steps=4 if model == "transformer32" else 20, **settings)
 
 
-def check_case(case: Case, worlds: Worlds) -> None:
-    """Train the case on its world and on one device: losses, metrics, weights, buffers, and launches as predicted."""
+def check_case(case: Case, worlds: Worlds) -> Outcome:
+    """Train the case on its world and on one device: losses, metrics, weights, buffers, and launches as predicted.
+
+    Returned is what the first rank saw.
+    """
     expected = _on_one_device(case)
     outcomes = worlds(case.world_size).run(run_rank, case, timeout_s=TIMEOUT_S)
     first = outcomes[0]
@@ -66,6 +69,7 @@ def check_case(case: Case, worlds: Worlds) -> None:
         for measured, predicted in (*outcome.steps, *outcome.validation_steps):
             assert measured == predicted
         assert outcome.clipping == [0 if case.clip is None else 1] * (case.steps // case.accumulate)
+    return first
 
 
 def _weight_tolerance(case: Case) -> float:

@@ -87,6 +87,14 @@ FOUND = [
     case_of("hf_llama", mesh=EIGHT, plan="auto", rows=4, optimizer="sgd"),
     case_of("llama3", mesh=(("dp_shard", 2), ("tp", 2)), plan="auto", accumulate=4, compile=True),
 ]
+# Heads in chunks: every language model, its vocabulary cut over tp, compiled, and on rows alone.
+SPEAKING = ("llama3", "hf_llama", "hf_gpt2", "transformer", "tied", "ignore_index")
+IN_CHUNKS = [
+    *(case_of(model, mesh=MESH, plan="rules", compile=True, clip=CLIP, loss_chunks=2) for model in SPEAKING),
+    *(case_of(model, mesh=(("dp_shard", 2),), plan="fsdp", loss_chunks=3) for model in SPEAKING),
+    *(case_of(model, mesh=MESH, plan="rules", precision="bf16-mixed", loss_chunks=2) for model in SPEAKING),
+    *(case_of(model, mesh=MESH, plan="auto", accumulate=4, loss_chunks=2) for model in SPEAKING[:2]),
+]
 COVERING = list(map(_case, _covering()))
 SLOW = {"transformer", "transformer32", "hf_llama", "hf_gpt2", "attention", "tied"}  # in the matrix only
 EVERYWHERE = [
@@ -119,3 +127,10 @@ def test_every_pair_of_settings_occurs(model: str | None) -> None:
     for place in PLACES:
         for settings in every(OPTIONS):
             assert pairs({**place, **settings}) <= found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", IN_CHUNKS, ids=str)
+def test_heads_in_chunks_train_like_one_device(case: Case, worlds: Worlds) -> None:
+    outcome = check_case(case, worlds)
+    assert any(note.endswith(f"{case.loss_chunks} chunks of rows") for note in outcome.heads), outcome.heads

@@ -44,6 +44,7 @@ class Case:
     accumulate: int = 1
     clip: float | None = None
     precision: str = "32-true"
+    loss_chunks: int | str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -60,6 +61,7 @@ class Case:
         parts += [] if self.accumulate == 1 else [f"accumulate{self.accumulate}"]
         parts += [] if self.clip is None else ["clipped"]
         parts += [] if self.precision == "32-true" else [self.precision]
+        parts += [] if self.loss_chunks == "auto" else [f"chunks{self.loss_chunks}"]
         return "-".join(parts)
 
 
@@ -68,7 +70,8 @@ class Outcome:
     """Losses of all steps, logged metrics at the end, parameters and buffers in full, launches of the last step.
 
     `clipping` counts what clipping launches, by optimizer step. `steps` are the measured launches of every training
-    step, with those in its graphs; `validation_steps` of every validation step.
+    step, with those in its graphs; `validation_steps` of every validation step. `heads` is what became of the losses'
+    heads, as reported.
     """
 
     losses: list[float]
@@ -80,6 +83,7 @@ class Outcome:
     clipping: list[int]
     steps: list[LaunchPair]
     validation_steps: list[LaunchPair]
+    heads: list[str]
 
 
 class _LaunchesBySteps(Callback):
@@ -171,7 +175,13 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
         clipping=launches.counts,
         steps=by_steps.training,
         validation_steps=by_steps.validation,
+        heads=_heads(strategy) if strategy is not None else [],
     )
+
+
+def _heads(strategy: AutoParallelStrategy) -> list[str]:
+    passes = [done for report in strategy.reports.values() for done in report.passes]
+    return [note for done in passes if done.name == "chunk_loss_head" for note in done.notes]
 
 
 def _reported(strategy: Any) -> dict[str, int]:
@@ -211,6 +221,7 @@ def run_rank(case: Case) -> Outcome:
             plan=plan_of(case.model, case.plan),
             compile=case.compile,
             reshard_after_forward=case.reshard_after_forward,
+            loss_chunks=case.loss_chunks,
             # Plans that are found for small models would leave them whole: nothing is worth a latency there.
             hardware=dict(SLOW_MEMORY) if case.plan == "auto" else None,
         )
