@@ -65,7 +65,8 @@ class _Scheduler:
         self._ready = sorted(self._entry(node) for node in calls.nodes if not self._missing[node])
         self._put_off: deque[tuple[fx.Node, int]] = deque()  # with the heavy calls that had run
         self._unwaited: deque[fx.Node] = deque()  # waits for reductions that nothing else needs
-        self._reducing: list[fx.Node] = []  # all such waits that may run, the put off ones among them
+        # all such waits that may run, by group: what was started first is done first
+        self._reducing: dict[str, dict[fx.Node, None]] = {}
         self._heavy_run = 0
         urgent = [place for node, place in calls.place.items() if is_urgent(node)]
         self._urgent_at = [calls.heavy_before[place] for place in urgent]
@@ -161,8 +162,8 @@ class _Scheduler:
 
     def _run(self, node: fx.Node) -> None:
         self.order.append(node)
-        if node in self._reducing:
-            self._reducing.remove(node)
+        if self._is_final_wait(node):
+            self._reducing_with(node).pop(node, None)
         self._clock.run(node)
         self._live.run(node)
         self._heavy_run += node in self._calls.heavy
@@ -175,10 +176,16 @@ class _Scheduler:
             else:
                 insort(self._ready, self._entry(later))
                 if self._is_final_wait(later):
-                    self._reducing.append(later)
-        for wait in [wait for wait in self._reducing if self._clock.left_us(wait) <= 0]:
-            if wait in self._reducing:  # not run on the way
-                self._run_done(wait)
+                    self._reducing_with(later)[later] = None
+        for waits in list(self._reducing.values()):
+            while waits and self._clock.left_us(first := next(iter(waits))) <= 0:
+                self._run_done(first)
+
+    def _reducing_with(self, wait: fx.Node) -> dict[fx.Node, None]:
+        """The waits for reductions of the same group."""
+        collective = fxn.waited_collective(wait)
+        assert collective is not None
+        return self._reducing.setdefault(fxn.group_of(collective), {})
 
     def _run_done(self, wait: fx.Node) -> None:
         """Wait for a reduction that is done, wherever its wait stands."""
