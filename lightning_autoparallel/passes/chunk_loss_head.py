@@ -195,6 +195,8 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
     leading, tangent = _leading_tangent(graph, region, late)
     entries = [node for node in region.entries() if node in late]
     exits = region.exits()
+    if not exits:
+        raise NotChunkable("nothing reads what it makes")
     readers = {node: [user for user in node.users if user not in region.calls] for node in exits}
     first = next(node for node in graph.nodes if any(node in users for users in readers.values()))
     call = Calls(first, {}, results_beside(region.product))
@@ -204,7 +206,10 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
         value = whole[node]
         value.meta["computed_early"] = True
         if tangent is not None and node in late:
-            value = Calls(_first_of(graph, readers[node]), node.meta)(aten.mul.Tensor, value, tangent)
+            scale = Calls(_first_of(graph, readers[node]), node.meta)
+            value = scale(aten.mul.Tensor, value, scale.view(tangent, []))
+            if value.meta["val"].dtype != node.meta["val"].dtype:
+                value = scale(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
         for user in readers[node]:
             user.replace_input_with(node, value)
     _erase([*leading, *region.calls])
@@ -226,7 +231,7 @@ def _leading_tangent(
     if not inside:
         return leading, None
     tangent = the_tangent(leading)
-    _check_range(inside)
+    _check_range([*leading, *inside])
     check_linear([*leading, *inside], late)
     return leading, tangent
 

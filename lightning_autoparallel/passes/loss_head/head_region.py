@@ -101,7 +101,8 @@ class _Growth:
 
     def grown(self, start: Cut) -> HeadRegion:
         call = from_result(self.product, start, self.chunks)
-        assert call is not None
+        if call is None:
+            raise NotChunkable("one matrix is two operands of it")
         self.calls[self.product] = call
         pending = [self.product]
         while pending:
@@ -165,6 +166,8 @@ class _Growth:
         for node, call in region.calls.items():
             for operand, cut in call.operands.items():
                 made = region.calls.get(operand)
+                if made is not None and made.result is None:  # a chunk knows its own part of the sum only
+                    raise NotChunkable(f"{_named(node)} needs the sum of all rows in {fxn.describe(operand)}")
                 if made is not None and made.result != cut:
                     raise NotChunkable(f"{_named(node)} reads other rows of {fxn.describe(operand)} than are made")
         if not all(isinstance(node.meta["val"], Tensor) for node in region.calls):

@@ -80,11 +80,14 @@ def _operands(node: fx.Node, cut: Cut, chunks: int) -> Operands | None:
     return _broadcast(node, cut) if _is_elementwise(node) else None
 
 
-def _of_side(node: fx.Node, cut: Cut) -> Operands:
+def _of_side(node: fx.Node, cut: Cut) -> Operands | None:
+    """None where one value is two operands: its rows and all of it."""
     product = product_of(node)
     assert product is not None
     last = node.meta["val"].dim() - 1
     left, right = (cut, None) if cut.dim == last - 1 else (None, cut)
+    if len(set(node.args)) < len(node.args):
+        return None
     operands: Operands = {product.left: left, product.right: right}
     if product.bias is not None:
         operands[product.bias] = _aligned(product.bias, node, cut)
@@ -96,7 +99,8 @@ def _product_from(product: Any, operand: fx.Node, cut: Cut) -> RowCall | None:
         return None
     part = CutProduct(product=product, side="left" if operand is product.left else "right", cut=cut)
     if part.kind != "contracting":
-        return RowCall(result=part.result_cut, operands=_of_side(product.node, part.result_cut))
+        operands = _of_side(product.node, part.result_cut)
+        return None if operands is None else RowCall(result=part.result_cut, operands=operands)
     if product.bias is not None:
         return None
     other = Cut(dim=1 - cut.dim, outer=cut.outer, inner=cut.inner)

@@ -50,6 +50,37 @@ def squared(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits, targets).square()
 
 
+def over_all(logits: Tensor, targets: Tensor) -> Tensor:
+    """Probabilities of all rows together."""
+    return -(logits.exp() / logits.exp().sum()).gather(-1, targets[..., None]).mean()
+
+
+def clustered(logits: Tensor, targets: Tensor) -> Tensor:
+    """Targets are the probabilities themselves, normalised by column (Xie et al. 2016, arXiv:1511.06335, eq. 3)."""
+    found = logits.flatten(0, 1).softmax(-1)
+    wanted = (found.square() / found.sum(0)).detach()
+    return F.kl_div(found.log(), wanted / wanted.sum(1, keepdim=True), reduction="batchmean")
+
+
+def beside_a_total(logits: Tensor, targets: Tensor) -> Tensor:
+    return (torch.logsumexp(logits, -1) + logits.detach().sum()).square().mean()
+
+
+def by_a_sum_over_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits.flatten(0, 1)
+    return F.cross_entropy(rows + 0.01 * rows.detach() @ (rows.detach().t() @ rows.detach()), targets.flatten())
+
+
+def told_on_the_way_back(logits: Tensor, targets: Tensor) -> Tensor:
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient - gradient.sum((0, 1)))
+    return cross_entropy(logits, targets)
+
+
+def as_a_row(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.float(), targets)[None]
+
+
 class Speaker(nn.Module):
     """A table, a layer, a head with a bias or tied to the table, and a loss."""
 
@@ -181,6 +212,44 @@ def test_gradients_in_float16_are_computed_as_large_as_they_come() -> None:
 def test_several_losses_are_not_one() -> None:
     joint = Joint(Speaker(cross_entropy), tokens(), tangents=2)
     assert any("does not come from one loss" in note for note in joint.chunked(2))
+
+
+@pytest.mark.parametrize("loss", [over_all, clustered, beside_a_total, by_a_sum_over_rows, told_on_the_way_back])
+def test_no_chunk_takes_its_own_part_of_a_sum_for_all_of_it(loss: Loss) -> None:
+    joint = Joint(Speaker(loss), tokens(), tangent=2.5)
+    before = joint.run()
+    joint.chunked(2)
+    for value, expected in zip(joint.run(), before, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+class Scaled(Speaker):
+    """A learned temperature, of no dims."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(self.table(tokens)))
+        return self.loss(self.head(hidden) * self.scale, tokens.roll(-1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [as_a_row, lambda logits, targets: cross_entropy(logits.float(), targets)])
+def test_gradients_keep_their_shapes_and_dtypes(loss: Loss, dtype: torch.dtype) -> None:
+    """Whatever the dtype and the dims of the loss that they are scaled by."""
+    joint = Joint(Scaled(loss).to(dtype), tokens(), tangent=2.0)
+    before = joint.run()
+    assert any(note.endswith("2 chunks of rows") for note in joint.chunked(2))
+    for value, expected in zip(joint.run(), before, strict=True):
+        assert (value.shape, value.dtype) == (expected.shape, expected.dtype)
+        torch.testing.assert_close(value, expected, rtol=1e-5 if dtype is torch.float32 else 5e-2, atol=1e-2)
+
+
+def test_what_comes_before_the_head_in_float16_stays_whole() -> None:
+    loss = Speaker(lambda logits, targets: cross_entropy(logits, targets).half() / 1e6)
+    assert any("float16" in note for note in Joint(loss, tokens(), tangent=4096.0).chunked(2))
 
 
 def _is_wide(node: fx.Node) -> bool:
