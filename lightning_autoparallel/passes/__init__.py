@@ -2,7 +2,6 @@
 
 from lightning_autoparallel.passes.bucket_collectives import DEFAULT_BYTES
 from lightning_autoparallel.passes.bucketing import BucketLimit
-from lightning_autoparallel.passes.chunk_loss_head import calls_in_chunks
 from lightning_autoparallel.passes.decompose import DecomposeOptions
 from lightning_autoparallel.passes.joint_groups import AxesByGroup, joint_groups
 from lightning_autoparallel.passes.loss_head import ChunkOptions
@@ -17,7 +16,6 @@ __all__ = [
     "DecomposeOptions",
     "GraphPass",
     "all_passes",
-    "calls_in_chunks",
     "check_disabled",
     "joint_groups",
     "joint_passes",

@@ -23,7 +23,7 @@ from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls, results_beside
 from lightning_autoparallel.fx.in_order import sort_calls
-from lightning_autoparallel.passes.decompose.product_parts import product_of
+from lightning_autoparallel.passes.decompose.product_parts import cast, product_of
 from lightning_autoparallel.passes.loss_head import ChunkOptions, HeadRegion, NotChunkable, find_region, write_chunks
 from lightning_autoparallel.passes.loss_head.head_times import extra_time_us, products_time_us
 from lightning_autoparallel.passes.loss_head.linearity import (
@@ -56,7 +56,8 @@ def chunk_loss_head(
     ``costs``, only what ``options`` force is computed in chunks.
     """
     chunks = (options or ChunkOptions()).chunks
-    tangents = _tangents(graph, inputs)
+    placeholders = graph.find_nodes(op="placeholder")
+    tangents = [node for node, item in zip(placeholders, inputs, strict=False) if item.kind == "tangent"]
     if chunks is not None:
         return _forced(graph, tangents, chunks)
     if costs is None or peak_of is None:
@@ -65,34 +66,6 @@ def chunk_loss_head(
         return _predicted(graph, tangents, costs, peak_of)
     except (UnsupportedOpError, ConfigError) as error:
         return (f"every head stays whole: {error}",)
-
-
-def calls_in_chunks(
-    graph: fx.Graph, inputs: Sequence[GraphInput], options: ChunkOptions | None = None
-) -> frozenset[str]:
-    """The names of calls whose results are not whole, and so not saved, where heads are computed in chunks.
-
-    ``graph`` is a step's as it was captured. Whether ``auto`` finds it worth while shows once it is placed.
-    """
-    chunks = (options or ChunkOptions()).chunks
-    if chunks == 1:
-        return frozenset()
-    tangents = _tangents(graph, inputs)
-    late = late_calls(graph, tangents)
-    names: set[str] = set()
-    for name in _widest_products(graph, tangents):
-        product = _named(graph, name)
-        assert product is not None
-        with contextlib.suppress(NotChunkable):
-            region = find_region(graph, product, chunks or 2)
-            _leading_tangent(graph, region, late)
-            names.update(node.name for node in region.calls if node not in region.exits())
-    return frozenset(names)
-
-
-def _tangents(graph: fx.Graph, inputs: Sequence[GraphInput]) -> list[fx.Node]:
-    placeholders = graph.find_nodes(op="placeholder")
-    return [node for node, item in zip(placeholders, inputs, strict=False) if item.kind == "tangent"]
 
 
 def _forced(graph: fx.Graph, tangents: Collection[fx.Node], chunks: int) -> tuple[str, ...]:
@@ -195,8 +168,6 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
     leading, tangent = _leading_tangent(graph, region, late)
     entries = [node for node in region.entries() if node in late]
     exits = region.exits()
-    if not exits:
-        raise NotChunkable("nothing reads what it makes")
     readers = {node: [user for user in node.users if user not in region.calls] for node in exits}
     first = next(node for node in graph.nodes if any(node in users for users in readers.values()))
     call = Calls(first, {}, results_beside(region.product))
@@ -207,9 +178,7 @@ def chunk_head(graph: fx.Graph, region: HeadRegion, tangents: Collection[fx.Node
         value.meta["computed_early"] = True
         if tangent is not None and node in late:
             scale = Calls(_first_of(graph, readers[node]), node.meta)
-            value = scale(aten.mul.Tensor, value, scale.view(tangent, []))
-            if value.meta["val"].dtype != node.meta["val"].dtype:
-                value = scale(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
+            value = cast(scale, scale(aten.mul.Tensor, value, scale.view(tangent, [])), node.meta["val"].dtype)
         for user in readers[node]:
             user.replace_input_with(node, value)
     _erase([*leading, *region.calls])

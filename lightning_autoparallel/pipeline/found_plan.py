@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
+from lightning_autoparallel.compile import saved_values
 from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
@@ -38,7 +39,6 @@ from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
-from lightning_autoparallel.pipeline.to_save import values_to_save
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
 from lightning_autoparallel.torch_compat.tracing import collection_paused
 
@@ -333,7 +333,7 @@ def _saved(captured: CapturedGraph, context: StageContext, policy: str | Checkpo
     error: Exception | None = None
     saved: frozenset[str] = frozenset()
     try:
-        saved = values_to_save(captured, context.config, policy)
+        saved = saved_values(captured, context.config.reshard_after_forward, policy)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)

@@ -35,6 +35,7 @@ from lightning_autoparallel.passes import (
     DEFAULT_BYTES,
     AxesByGroup,
     BucketLimit,
+    ChunkOptions,
     DecomposeOptions,
     joint_groups,
     joint_passes,
@@ -49,7 +50,6 @@ from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, wit
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order, check_same_start
 from lightning_autoparallel.pipeline.summary import make_report
-from lightning_autoparallel.pipeline.to_save import chunk_options
 from lightning_autoparallel.plan import (
     explain_rules,
     make_plan,
@@ -302,7 +302,7 @@ def _partitioned(
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
-        joint_passes(sharded.inputs, sharded.outputs, chunk_options(config), costs, partition.peak_bytes),
+        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), costs, partition.peak_bytes),
         groups,
         artifacts,
         config.disabled_passes,
@@ -331,6 +331,10 @@ def _backend(mesh: ParallelMesh, costs: CostModel) -> str:
 def _decompose_options(config: EngineConfig, backend: str) -> DecomposeOptions:
     spec = config.decompose_matmuls
     return DecomposeOptions(when=spec.when, order=spec.order, depth=spec.depth, backend=backend)
+
+
+def _chunk_options(config: EngineConfig) -> ChunkOptions:
+    return ChunkOptions(chunks=None if config.loss_chunks == AUTO else int(config.loss_chunks))
 
 
 def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:

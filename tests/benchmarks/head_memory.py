@@ -11,18 +11,14 @@ themselves nor what compiled ones leave out.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from lightning_autoparallel import parallelize
-from lightning_autoparallel.callbacks.peak_memory import memory_probe
-from lightning_autoparallel.models.llama3 import Llama3, llama3_config
+from tests.benchmarks.saving import Meter
+from tests.numerics.memory import Llama3Loss
 from tests.support.worlds import World
 
 LENGTH = 256
@@ -39,44 +35,32 @@ class Peak:
     loss: float
 
 
-class Speaker(nn.Module):
-    """The loss of one layer between a table and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Llama3(llama3_config("debug", OVERRIDES))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy."""
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
 def step_peak(tokens: int, chunks: int, compiles: bool) -> Peak:
     """The second of two steps, on this rank."""
     torch.manual_seed(0)
     rows, ranks = max(1, tokens // LENGTH), torch.distributed.get_world_size()
     whole = [torch.randint(0, OVERRIDES["vocab_size"], (rows * ranks, LENGTH)) for _ in range(2)]
     mesh = {"dp_shard": ranks}
-    parallel = parallelize(Speaker(), tuple(whole), mesh, "fsdp", compile=compiles, loss_chunks=chunks)
+    module = Llama3Loss(autocast=True, overrides=OVERRIDES)
+    parallel = parallelize(module, tuple(whole), mesh, "fsdp", compile=compiles, loss_chunks=chunks)
     batch = [tensor[:rows] for tensor in whole]
     parallel(*batch).backward()
     parallel.zero_grad()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    probe = memory_probe(torch.device("cpu"))
-    probe.reset()
-    before = probe.peak_bytes()
+    meter = Meter()
+    meter.start()
     loss = parallel(*batch)
     loss.backward()
     predicted = parallel.report.predicted_peak_bytes
     assert predicted is not None, parallel.report.notes
-    return Peak(
-        measured_bytes=probe.peak_bytes() - before,
-        predicted_bytes=predicted,
-        loss=loss.item(),
-    )
+    return Peak(measured_bytes=meter.bytes_above, predicted_bytes=predicted, loss=loss.item())
+
+
+def peak(ranks: int, tokens: int, chunks: int, compiles: bool) -> Peak:
+    """That of the rank with most."""
+    world = World(ranks)
+    peaks = world.run(step_peak, tokens, chunks, compiles, timeout_s=TIMEOUT_S)
+    world.stop()
+    return max(peaks, key=lambda one: one.measured_bytes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,17 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--interpreted", action="store_true", help="as the graph's calls stand, not compiled")
     given = parser.parse_args(arguments)
-    measured: list[int] = []
-    predicted: list[int] = []
-    for chunks in (1, given.chunks):
-        world = World(given.ranks)
-        peaks = world.run(step_peak, given.tokens, chunks, not given.interpreted, timeout_s=TIMEOUT_S)
-        world.stop()
-        measured.append(max(peak.measured_bytes for peak in peaks))
-        predicted.append(max(peak.predicted_bytes for peak in peaks))
-        mib = f"measured {measured[-1] / 2**20:8.1f} MiB, predicted {predicted[-1] / 2**20:8.1f} MiB"
-        print(f"{chunks:>3} chunks: {mib}, loss {peaks[0].loss:.6f}", flush=True)
-    print(f"in chunks / whole: measured {measured[1] / measured[0]:.2f}, predicted {predicted[1] / predicted[0]:.2f}")
+    whole, chunked = (peak(given.ranks, given.tokens, chunks, not given.interpreted) for chunks in (1, given.chunks))
+    for chunks, one in ((1, whole), (given.chunks, chunked)):
+        mib = f"measured {one.measured_bytes / 2**20:8.1f} MiB, predicted {one.predicted_bytes / 2**20:8.1f} MiB"
+        print(f"{chunks:>3} chunks: {mib}, loss {one.loss:.6f}")
+    measured, predicted = chunked.measured_bytes / whole.measured_bytes, chunked.predicted_bytes / whole.predicted_bytes
+    print(f"in chunks / whole: measured {measured:.2f}, predicted {predicted:.2f}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class HalfStep:
 class Llama3Loss(nn.Module):
     """Returns the loss, computed in bfloat16 where ``autocast`` says so."""
 
-    def __init__(self, autocast: bool) -> None:
+    def __init__(self, autocast: bool, overrides: Mapping[str, int] = MappingProxyType(OVERRIDES)) -> None:
         super().__init__()
-        self.model = Llama3(llama3_config("debug", OVERRIDES))
+        self.model = Llama3(llama3_config("debug", dict(overrides)))
         self.autocast = autocast
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:

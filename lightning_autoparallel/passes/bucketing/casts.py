@@ -11,9 +11,7 @@ from lightning_autoparallel.fx.added_calls import Calls
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_COPIES = (aten._to_copy.default, aten.to.dtype)
-COPIES_AND_VIEWS = _COPIES + _VIEWS
+COPIES_AND_VIEWS = (aten._to_copy.default, aten.view.default)
 
 
 def without_casts(operands: Sequence[fx.Node], call: Calls) -> list[fx.Node]:
@@ -21,42 +19,33 @@ def without_casts(operands: Sequence[fx.Node], call: Calls) -> list[fx.Node]:
 
     All of a bucket have one dtype. Where every one of them is such a copy, the smallest stays what it is.
     """
-    narrow = [_narrower(operand, call) for operand in operands]
-    if None not in narrow:
-        smallest = min(range(len(operands)), key=lambda position: _value(operands[position]).numel())
-        narrow[smallest] = None
-    return [operand if source is None else source for operand, source in zip(operands, narrow, strict=True)]
+    sources = [_narrower(operand) for operand in operands]
+    if None not in sources:
+        smallest = min(range(len(operands)), key=lambda position: operands[position].meta["val"].numel())
+        sources[smallest] = None
+    return [
+        operand if source is None else call.view(source, list(operand.meta["val"].shape))
+        for operand, source in zip(operands, sources, strict=True)
+    ]
 
 
-def _narrower(operand: fx.Node, call: Calls) -> fx.Node | None:
-    """The value that ``operand`` is a wider copy of, in its shape, or None."""
+def _narrower(operand: fx.Node) -> fx.Node | None:
+    """What ``operand`` is a wider copy of, element by element in the same order, or None."""
     node = operand
-    while node.target in _VIEWS:
-        node = _source(node)
-    if node.target not in _COPIES:
+    while node.target is aten.view.default:
+        (node,) = node.all_input_nodes
+    if node.target is not aten._to_copy.default:
         return None
-    source, value = _source(node), _value(operand)
-    if not _is_narrower(_value(source), value) or not _value(source).is_contiguous():
-        return None
-    return call.view(source, list(value.shape))
+    (source,) = node.all_input_nodes
+    return source if _is_narrower(source.meta["val"], operand.meta["val"]) else None
 
 
 def _is_narrower(source: Tensor, copy: Tensor) -> bool:
-    """Whether concatenation widens ``source`` to what ``copy`` is, without loss."""
+    """Whether concatenation widens ``source``, which lies row by row, to what ``copy`` is, without loss."""
     return (
         source.device == copy.device
         and source.dtype != copy.dtype
         and source.dtype.is_floating_point
+        and source.is_contiguous()
         and torch.promote_types(source.dtype, copy.dtype) == copy.dtype
     )
-
-
-def _source(node: fx.Node) -> fx.Node:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _value(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value

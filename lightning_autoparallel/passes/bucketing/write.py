@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls, FakeResults
-from lightning_autoparallel.passes.bucketing import casts
+from lightning_autoparallel.passes.bucketing.casts import COPIES_AND_VIEWS, without_casts
 from lightning_autoparallel.passes.bucketing.choose import common_path
 from lightning_autoparallel.passes.bucketing.moves import hoist, sink
 from lightning_autoparallel.torch_compat import collectives
@@ -69,7 +69,7 @@ class BucketWriter:
         last, behind = members[-1], members[-1].next
         _, reduce_op, *rest = last.args
         call = self._caller(last, shared)
-        operands = casts.without_casts([_operand(member) for member in members], call)
+        operands = without_casts([_operand(member) for member in members], call)
         if rest[:-1]:  # (ranks, part): what goes to each rank lies together
             ranks = rest[0]
             assert isinstance(ranks, int)
@@ -103,8 +103,8 @@ class BucketWriter:
 
     def _erase_unread(self, node: fx.Node) -> None:
         """Remove what only a member read: a cast that the bucket does without."""
-        while not node.users and node.target in casts.COPIES_AND_VIEWS:
-            source = node.all_input_nodes[0]
+        while not node.users and node.target in COPIES_AND_VIEWS:
+            (source,) = node.all_input_nodes
             self._graph.erase_node(node)
             node = source
 

@@ -170,6 +170,8 @@ class _Growth:
                     raise NotChunkable(f"{_named(node)} needs the sum of all rows in {fxn.describe(operand)}")
                 if made is not None and made.result != cut:
                     raise NotChunkable(f"{_named(node)} reads other rows of {fxn.describe(operand)} than are made")
+        if not region.exits():
+            raise NotChunkable("nothing reads what is made of it")
         if not all(isinstance(node.meta["val"], Tensor) for node in region.calls):
             raise NotChunkable("a call of it has several results")
 

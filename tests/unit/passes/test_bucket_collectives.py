@@ -42,14 +42,17 @@ class Draft:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
-    def call(self, target: Any, *args: Any, role: str | None = None) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def call(self, target: Any, *args: Any, role: str | None = None, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta["custom"] = {"module": self.module}
         if role is not None:
             node.meta["collective_role"] = role
         with self.mode:
-            node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+            node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]), **kwargs)
         return node
+
+    def cast(self, value: fx.Node) -> fx.Node:
+        return self.call(aten._to_copy.default, value, dtype=torch.float32)
 
     def _waited(self, role: str, target: Any, *args: Any) -> fx.Node:
         return self.call(collectives.WAIT, self.call(target, *args, role=role))
@@ -143,20 +146,20 @@ def test_gradients_are_cast_as_they_are_laid_side_by_side(kind: str, has_wide: b
     draft = Draft()
     reduce = draft.scatter if kind == "reduce_scatter" else draft.reduce
     narrow = [draft.input([2 * size, 3], torch.bfloat16) for size in (3, 1, 5)]
-    gradients = [draft.call(aten.to.dtype, draft.call(aten.neg.default, x), torch.float32) for x in narrow]
+    gradients = [draft.cast(draft.call(aten.neg.default, x)) for x in narrow]
     gradients[2] = draft.call(aten.view.default, gradients[2], [2, 15])
     gradients += [draft.input([4])] * has_wide
     draft.results += [reduce(gradient) for gradient in gradients]
     (launched,) = draft.check()
     assert fxn.collective_kind(launched) == kind
     assert launched.args[0].meta["val"].dtype == torch.float32
-    casts = [node for node in draft.graph.nodes if node.target is aten.to.dtype]
+    casts = [node for node in draft.graph.nodes if node.target is aten._to_copy.default]
     assert [cast.meta["val"].numel() for cast in casts] == ([] if has_wide else [6])
 
 
 def test_a_cast_that_others_read_stays_for_them():
     draft = Draft()
-    cast = draft.call(aten.to.dtype, draft.input([4], torch.bfloat16), torch.float32)
+    cast = draft.cast(draft.input([4], torch.bfloat16))
     draft.results += [draft.reduce(cast), draft.reduce(draft.input([2])), draft.call(aten.neg.default, cast)]
     draft.check()
     assert cast in draft.graph.nodes
@@ -166,9 +169,9 @@ def test_a_cast_that_others_read_stays_for_them():
 def test_what_loses_digits_is_cast_before_it_is_reduced():
     draft = Draft()
     for dtype in (torch.float64, torch.int32):
-        draft.results.append(draft.reduce(draft.call(aten.to.dtype, draft.input([3], dtype), torch.float32)))
+        draft.results.append(draft.reduce(draft.cast(draft.input([3], dtype))))
     draft.check()
-    assert sum(node.target is aten.to.dtype for node in draft.graph.nodes) == 2
+    assert sum(node.target is aten._to_copy.default for node in draft.graph.nodes) == 2
 
 
 def test_all_reduces_of_scalars_and_matrices_become_one():

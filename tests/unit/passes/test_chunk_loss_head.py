@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.contracts import GraphInput
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.passes.chunk_loss_head import calls_in_chunks, chunk_loss_head
+from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
 from lightning_autoparallel.passes.loss_head import ChunkOptions
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 6, 24
@@ -184,25 +184,6 @@ def test_why_a_head_stays_whole(loss: Loss, chunks: int, reason: str) -> None:
     assert str(joint.graph) == before
 
 
-def test_which_calls_of_a_step_are_not_whole() -> None:
-    """Logits and probabilities, not what is left of them, nor what enters the product."""
-    joint = Joint(Speaker(cross_entropy), tokens())
-    inside = calls_in_chunks(joint.graph, joint.inputs)
-    wide = {node.name for node in joint.graph.nodes if _is_wide(node)}
-    assert wide
-    assert wide <= inside
-    assert not any(node.name in inside for node in joint.graph.nodes if node.op != "call_function")
-    assert calls_in_chunks(joint.graph, joint.inputs, ChunkOptions(chunks=1)) == frozenset()
-
-
-@pytest.mark.parametrize("loss", [squared, told])
-def test_a_head_that_stays_whole_has_no_calls_in_chunks(loss: Loss) -> None:
-    joint = Joint(Speaker(loss), tokens())
-    assert not any(
-        _is_wide(node) and node.name in calls_in_chunks(joint.graph, joint.inputs) for node in joint.graph.nodes
-    )
-
-
 def test_gradients_in_float16_are_computed_as_large_as_they_come() -> None:
     """Their loss's scale is what keeps them from vanishing: none are computed for a tangent of 1."""
     joint = Joint(Speaker(cross_entropy).half(), tokens())
@@ -221,6 +202,35 @@ def test_no_chunk_takes_its_own_part_of_a_sum_for_all_of_it(loss: Loss) -> None:
     joint.chunked(2)
     for value, expected in zip(joint.run(), before, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_that_nothing_reads_is_left_alone() -> None:
+    joint = Joint(Speaker(lambda logits, targets: logits[:0].sum()), tokens())
+    (product, *_) = (node for node in joint.graph.nodes if _is_wide(node))
+    with joint.graph.inserting_after(product):
+        dead = joint.graph.node_copy(product)
+    before = joint.run()
+    assert any("nothing reads" in note for note in joint.chunked(2))
+    assert dead in joint.graph.nodes
+    torch.testing.assert_close(joint.run(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_one_matrix_as_two_operands_is_read_as_it_is(with_bias: bool) -> None:
+    """Some of its rows and all of it, where it is as wide as the logits and has as many rows."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        rows, classes = logits.flatten(0, 1), targets.flatten()
+        square = torch.sin(classes[:, None] * classes + 1.0 * torch.arange(VOCABULARY))
+        shifted = torch.addmm(square, rows, square) if with_bias else rows + square @ square
+        return F.cross_entropy(shifted, classes)
+
+    joint = Joint(Speaker(loss), torch.cat([tokens(), tokens()[:1]]))
+    assert VOCABULARY == (ROWS + 1) * LENGTH
+    before = joint.run()
+    joint.chunked(2)
+    for value, expected in zip(joint.run(), before, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
 class Scaled(Speaker):
