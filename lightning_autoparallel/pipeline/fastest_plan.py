@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # As fast: then the one of fewer launches, which predictions say least of, then the leaner. Measured rates are of one
 # machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
 _ALIKE, _ALIKE_MEASURED = 1.005, 1.02
+_AS_LEAN = 1.01  # as are bytes: of those the faster one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,11 @@ def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float =
     known = [time for time in times if time is not None]
     if not fitting or len(known) < len(times):
         return fitting[0] if fitting else None
-    as_fast = [each for each, time in zip(fitting, known, strict=True) if time <= min(known) * alike]
-    return min(as_fast, key=lambda each: (each.forecast.launches, each.needed_bytes))
+    timed = [(each, time) for each, time in zip(fitting, known, strict=True) if time <= min(known) * alike]
+    fewest = min(each.forecast.launches for each, _ in timed)
+    timed = [(each, time) for each, time in timed if each.forecast.launches == fewest]
+    leanest_bytes = min(each.needed_bytes for each, _ in timed)
+    return min((one for one in timed if one[0].needed_bytes <= leanest_bytes * _AS_LEAN), key=lambda one: one[1])[0]
 
 
 def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str, ...]:

@@ -64,8 +64,8 @@ def find_axis(
 ) -> tuple[FoundAxis, ...]:
     """The best of all combinations on one axis, or of all ways to keep parameters where what calls do is ``fixed``.
 
-    Of combinations that are as fast it is the one that takes least memory. ``with_others`` is followed by unlike ones
-    that are nearly as good.
+    Of combinations that are as fast it is the one that takes least memory. ``with_others`` it is followed by the
+    fastest, if that is another one, and unlike ones that are nearly as good.
 
     Raises:
         InfeasiblePlanError: none goes together, or none leaves what stays on a rank, with what is ``saved`` for the
@@ -79,7 +79,7 @@ def find_axis(
     choices = AxisChoices(known, times, free, fixed, room_bytes, tuple(saved))
     solution = best_that_fits(all_choices := choices.problem())
     best = leaner(all_choices, solution)
-    others = other_plans(choices, all_choices, best) if with_others else []
+    others = other_plans(choices, all_choices, best, solution.taken) if with_others else []
     note = _note(axis, solution)
     return tuple(
         FoundAxis(

@@ -28,6 +28,13 @@ from lightning_autoparallel.plan.solve import (
 from lightning_autoparallel.plan.strided_reach import reached
 from lightning_autoparallel.plan.tied_blocks import Class, Part, Repeats, repeats
 
+# The part of moves that computing waits for beside which parameters are sent. What lies beside longer sending is not
+# free: it would be no matter how much of it there is.
+_HIDES = 0.95
+# What the last move of a block takes more than one before all of it: of two that are alike, more is computed behind the
+# earlier one that may hide it.
+_LATER = 1e-2
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
@@ -118,9 +125,9 @@ class AxisChoices:
         wants = {r.reader: len(r.wants) for readings in leaving.values() for r in readings}
         own = [self._choice(each, nodes) for each, nodes in self._members().items()]
         more = [Choice(name=str(each), times_us=(0.0,) * wants[each]) for each in list(numbers)[len(own) :]]
-        values = tuple(self._values(leaving, numbers)) if self.fixed is None else ()
-        overlaps, limits = tuple(self._overlaps()), tuple(self._limits())
-        return Problem(choices=(*own, *more), values=values, overlaps=overlaps, limits=limits)
+        values = self._values(leaving, numbers) if self.fixed is None else {}
+        overlaps, limits = tuple(self._overlaps(values)), tuple(self._limits())
+        return Problem(choices=(*own, *more), values=tuple(values.values()), overlaps=overlaps, limits=limits)
 
     def alternatives(self, node: fx.Node) -> tuple[int, tuple[Candidate, ...]]:
         """The number of a node's choice, and its alternatives in their order."""
@@ -145,8 +152,8 @@ class AxisChoices:
         """What each call and placeholder does in a solution."""
         return {node: self._candidates[node][taken[self._numbers[self._classes[node]]]] for node in self._nodes}
 
-    def _overlaps(self) -> Iterator[Overlap]:
-        """What parameters of a part of the model send while that part computes, forward and backward."""
+    def _overlaps(self, values: Mapping[Producer, Value]) -> Iterator[Overlap]:
+        """What parameters of a part of the model send while that computes and moves values, forward and backward."""
         parts = {part: [node for node in self._nodes if self._repeats.parts[node] == part] for part in self._parts()}
         for part, nodes in parts.items():
             for backward in (False, True):
@@ -159,10 +166,14 @@ class AxisChoices:
                         _add(sent, number, [way.reduced_us if backward else way.gathered_us for way in ways])
                     elif node.op != "placeholder" and fxn.is_backward(node) == backward:
                         _add(computed, number, [self.times.of(node, c) for c in self._candidates[node]])
+                moves = {
+                    number: _HIDES
+                    for number, (node, _) in enumerate(values)
+                    if self._repeats.parts[node] == part and fxn.is_backward(node) == backward
+                }
                 if sent:
-                    yield Overlap(
-                        name=f"{part} {'backward' if backward else 'forward'}", sent_us=sent, computed_us=computed
-                    )
+                    name = f"{part} {'backward' if backward else 'forward'}"
+                    yield Overlap(name=name, sent_us=sent, computed_us=computed, moves=moves)
 
     def _limits(self) -> Iterator[Limit]:
         """What stays on a rank: parameters with what is kept of them, and what the backward will read."""
@@ -244,7 +255,10 @@ class AxisChoices:
             return False
         return not (node in self.axis.reduced_late and made.is_partial() and not wanted.is_partial())
 
-    def _values(self, leaving: Mapping[Producer, list[_Reading]], numbers: Mapping[Class, int]) -> list[Value]:
+    def _values(
+        self, leaving: Mapping[Producer, list[_Reading]], numbers: Mapping[Class, int]
+    ) -> dict[Producer, Value]:
+        """By the first of those that are alike."""
         readings = self._readings()
         for producer, more in leaving.items():
             readings[producer].extend(more)
@@ -257,7 +271,7 @@ class AxisChoices:
             key = self._classes[node], index, self.axis.size_bytes(producer), frozenset(readers)
             alike[key] += 1
             first.setdefault(key, (producer, list(dict.fromkeys(readers))))
-        return [self._value(*first[key], count, numbers) for key, count in alike.items()]
+        return {first[key][0]: self._value(*first[key], count, numbers) for key, count in alike.items()}
 
     def _value(
         self, producer: Producer, readers: Sequence[_Reading], count: int, numbers: Mapping[Class, int]
@@ -268,7 +282,8 @@ class AxisChoices:
         number = {placement: i for i, placement in enumerate(known)}
         size = self.axis.size_bytes(producer)
         beside = self.times.beside(node, index)
-        moves = tuple(tuple(count * self.times.move(s, t, size, beside) for t in known) for s in known)
+        count_and_more = count * (1 + _LATER * self._repeats.places.get(node, 0.0))
+        moves = tuple(tuple(count_and_more * self.times.move(s, t, size, beside) for t in known) for s in known)
         return Value(
             name=f"{node.name}.{index}",
             choice=numbers[self._classes[node]],

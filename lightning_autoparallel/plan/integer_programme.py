@@ -8,7 +8,7 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
     sum over t of e[r, s, t] = sum of x[c, k] that make s           for each value, reader, s
     sum over s of e[r, s, t] = sum of x[c', k] that want t          for each value, reader, t
     m[s, t] >= e[r, s, t]                                           for each value, reader, and pair that costs anything
-    h >= sum of (sent - computed) * x                               for each overlap
+    h >= sum of (sent - computed) * x - sum of its moves * m        for each overlap
     p >= sum of passing bytes * x                                   for each part of a limit, in shares of it
     sum of bytes * x + p <= most                                    for each limit, in shares of it
     minimise  sum of times * x + sum of moves * m + sum of h
@@ -102,8 +102,7 @@ class _Programme:
         self._whole: list[bool] = []
         self.rows: list[_Row] = []
         self._alternatives = [self._choose(choice.times_us) for choice in problem.choices]
-        for value in problem.values:
-            self._move(value)
+        self._moves = [self._move(value) for value in problem.values]
         for overlap in problem.overlaps:
             self._overlap(overlap)
         for limit in problem.limits:
@@ -129,18 +128,23 @@ class _Programme:
         self._row(1, 1, dict.fromkeys(columns.values(), 1.0))
         return columns
 
-    def _move(self, value: Value) -> None:
+    def _move(self, value: Value) -> dict[int, float]:
+        """Columns that say that a move is paid, and what it takes."""
         alone = len(value.readers) == 1
+        paying: dict[int, float] = {}
         pairs: dict[tuple[int, int], list[int]] = defaultdict(list)
         for reader in value.readers:
             for (s, t), column in self._pairs(value, reader, alone).items():
                 pairs[s, t].append(column)
         for (s, t), columns in pairs.items():
-            if alone or not value.moves_us[s][t]:
-                continue
-            paid = self._column(value.moves_us[s][t])
-            for column in columns:
-                self._row(0, math.inf, {paid: 1.0, column: -1.0})
+            if alone:
+                paying.update(dict.fromkeys(columns, value.moves_us[s][t]))
+            elif value.moves_us[s][t]:
+                paid = self._column(value.moves_us[s][t])
+                paying[paid] = value.moves_us[s][t]
+                for column in columns:
+                    self._row(0, math.inf, {paid: 1.0, column: -1.0})
+        return paying
 
     def _overlap(self, overlap: Overlap) -> None:
         shown = self._column(1.0, upper=math.inf)
@@ -149,6 +153,8 @@ class _Programme:
             for choice, times in by_choice.items():
                 for k, column in self._alternatives[choice].items():
                     entries[column] += sign * times[k]
+        for value, part in overlap.moves.items():
+            entries.update({column: part * time_us for column, time_us in self._moves[value].items()})
         self._row(0, math.inf, entries)
 
     def _limit(self, limit: Limit) -> None:

@@ -1,13 +1,14 @@
 """Plans unlike the best, and nearly as good by the solver's objective: passes and the timeline may prefer one of them.
 
 The objective knows nothing of buckets, fused kernels or an order of launches. So the problem is solved again with all
-parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden behind
-computing. What takes more than ``_WITHIN`` of the best, or was found before, is dropped. Passes take time that grows
-with the graph: of large ones fewer are looked at.
+parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden
+beside moves, or at all. What takes more than ``_WITHIN`` of the best, or was found before, is dropped. Passes take time
+that grows with the graph: of large ones fewer are looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,22 +25,29 @@ _WITHIN = 1.15  # of the best objective, which passes may change by as much
 _TIME_LIMIT_S = 2.0
 
 
-def other_plans(choices: AxisChoices, problem: Problem, best: Sequence[int]) -> list[tuple[int, ...]]:
-    """The alternative of every choice in other plans, the best first: ``MOST`` of them, one of a large graph."""
+def other_plans(
+    choices: AxisChoices, problem: Problem, best: Sequence[int], fastest: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """The alternative of every choice in other plans, the best first: ``MOST`` of them, one of a large graph.
+
+    ``fastest`` by the objective is among them, where ``best`` is a leaner one that is hardly slower by it.
+    """
     most_us = problem.time_us(best) * _WITHIN
     seen = {_decided(choices, best)}
     found: list[tuple[float, tuple[int, ...]]] = []
-    for variant in _variants(choices, problem):
-        try:
-            taken = solve(variant, _TIME_LIMIT_S).taken
-        except InfeasiblePlanError:
-            continue
+    for taken in (fastest, *_solved(_variants(choices, problem))):
         time_us = problem.time_us(taken)
         if time_us <= most_us and problem.fits(taken) and _decided(choices, taken) not in seen:
             seen.add(_decided(choices, taken))
             found.append((time_us, taken))
     most = min(MOST, max(_MOST_NODES // len(choices.nodes) - 1, 1))
     return [taken for _, taken in sorted(found)[:most]]
+
+
+def _solved(variants: Iterator[Problem]) -> Iterator[tuple[int, ...]]:
+    for variant in variants:
+        with contextlib.suppress(InfeasiblePlanError):
+            yield solve(variant, _TIME_LIMIT_S).taken
 
 
 def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:
@@ -53,6 +61,7 @@ def _variants(choices: AxisChoices, problem: Problem) -> Iterator[Problem]:
     if not choices.axis.is_batch_axis:
         yield _with(choices, problem, lambda way: way.computed.is_replicate())
     if problem.overlaps:
+        yield dataclasses.replace(problem, overlaps=tuple(map(_beside_computing, problem.overlaps)))
         yield dataclasses.replace(problem, overlaps=tuple(map(_in_the_open, problem.overlaps)))
 
 
@@ -75,5 +84,9 @@ def _with(choices: AxisChoices, problem: Problem, is_wanted: Callable[[Lying], b
     return restricted(problem, left)
 
 
+def _beside_computing(overlap: Overlap) -> Overlap:
+    return dataclasses.replace(overlap, moves={})
+
+
 def _in_the_open(overlap: Overlap) -> Overlap:
-    return dataclasses.replace(overlap, computed_us={})
+    return dataclasses.replace(overlap, computed_us={}, moves={})

@@ -2,7 +2,7 @@
 
 Of every ``Choice`` one alternative is taken. It costs its own time, and its values are moved: a value that is made in
 one placement and wanted in others is redistributed once into each of those, however many readers want it. What can be
-sent while something else computes costs only what that computing does not hide. The total is the sum over choices,
+sent while something else computes, or is moved, costs only what that does not hide. The total is the sum over choices,
 values and overlaps, each of which may stand for several equal ones. Limits rule out what does not fit.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 Fixed = Mapping[int, Collection[int]]  # by number of a choice the alternatives that are left to it
 
@@ -64,19 +64,22 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What is sent beside computing: a part of the step costs max(0, sum of ``sent_us`` - sum of ``computed_us``).
+    """What is sent beside the rest: a part costs max(0, sum of ``sent_us`` - sum of ``computed_us`` - its moves).
 
-    Both have, by number of a choice, one entry for each of its alternatives.
+    The former two have, by number of a choice, one entry for each of its alternatives. ``moves`` have the part of the
+    moves of a value, by its number, that counts: computing waits for them, and they are sent through another group.
     """
 
     name: str
     sent_us: Mapping[int, tuple[float, ...]]
     computed_us: Mapping[int, tuple[float, ...]]
+    moves: Mapping[int, float] = field(default_factory=dict)
 
-    def time_us(self, taken: Sequence[int]) -> float:
-        """What is not hidden, where ``taken`` has the alternative of every choice."""
+    def time_us(self, taken: Sequence[int], moved_us: Sequence[float] = ()) -> float:
+        """What is not hidden: ``taken`` has the alternative of every choice, ``moved_us`` what values' moves take."""
         sent = sum(times[taken[choice]] for choice, times in self.sent_us.items())
-        return max(0.0, sent - sum(times[taken[choice]] for choice, times in self.computed_us.items()))
+        beside = sum(times[taken[choice]] for choice, times in self.computed_us.items())
+        return max(0.0, sent - beside - sum(part * moved_us[value] for value, part in self.moves.items()))
 
 
 Sizes = Mapping[int, tuple[float, ...]]  # bytes of each alternative, by number of a choice
@@ -120,8 +123,8 @@ class Problem:
     def time_us(self, taken: Sequence[int]) -> float:
         """The total of one alternative for each choice; infinite where a value cannot get to a reader."""
         own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
-        moved = sum(value.time_us(taken) for value in self.values)
-        return own + moved + sum(overlap.time_us(taken) for overlap in self.overlaps)
+        moved = [value.time_us(taken) for value in self.values]
+        return own + sum(moved) + sum(overlap.time_us(taken, moved) for overlap in self.overlaps)
 
 
 def priced(problem: Problem, us_per_byte: float) -> Problem:

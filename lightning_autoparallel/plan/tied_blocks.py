@@ -21,10 +21,14 @@ Part = Hashable
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """The class of each node, and the part of the model that it is of: a block, blocks that are tied, or None."""
+    """The class of each node, and the part of the model that it is of: a block, blocks that are tied, or None.
+
+    ``places`` say how far into its block a node is, from 0 to 1; of those in none it has nothing.
+    """
 
     classes: Mapping[fx.Node, Class]
     parts: Mapping[fx.Node, Part | None]
+    places: Mapping[fx.Node, float]
 
 
 def repeats(
@@ -50,7 +54,8 @@ def repeats(
     for block, kind in (_tied(members, signature) if tied else {}).items():
         found.update({node: (kind, place) for place, node in enumerate(members[block])})
         parts.update(dict.fromkeys(members[block], kind))
-    return Repeats(classes=found, parts=parts)
+    places = {node: place / len(all_of) for all_of in members.values() for place, node in enumerate(all_of)}
+    return Repeats(classes=found, parts=parts, places=places)
 
 
 def _blocks(nodes: Sequence[fx.Node], names: Mapping[fx.Node, str]) -> dict[fx.Node, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +27,18 @@ class Table:
         return self.costs.reshape([sizes.get(number, 1) for number in scope])
 
 
-def tables(problem: Problem) -> list[Table]:
-    """Their sum is ``Problem.time_us``, and infinite where a limit is passed."""
+def tables(problem: Problem, without: Collection[int] = ()) -> list[Table]:
+    """Their sum is ``Problem.time_us``, and infinite where a limit is passed; ``without`` these values."""
     sizes = [len(choice.times_us) for choice in problem.choices]
     own = [Table((number,), np.array(choice.times_us)) for number, choice in enumerate(problem.choices)]
-    moved = [_of_value(value, sizes) for value in problem.values]
-    shown = [_of_overlap(overlap, sizes) for overlap in problem.overlaps]
-    return [*own, *moved, *shown, *(_of_limit(limit, sizes) for limit in problem.limits if limit.most_bytes < math.inf)]
+    moved = {i: _of_value(value, sizes) for i, value in enumerate(problem.values) if i not in without}
+    shown = [_of_overlap(overlap, moved, sizes) for overlap in problem.overlaps]
+    return [
+        *own,
+        *moved.values(),
+        *shown,
+        *(_of_limit(limit, sizes) for limit in problem.limits if limit.most_bytes < math.inf),
+    ]
 
 
 def added(given: Iterable[Table]) -> Table:
@@ -69,13 +74,16 @@ def _of_value(value: Value, sizes: Sequence[int]) -> Table:
     return Table(scope, costs)
 
 
-def _of_overlap(overlap: Overlap, sizes: Sequence[int]) -> Table:
-    scope = tuple(sorted({*overlap.sent_us, *overlap.computed_us}))
+def _of_overlap(overlap: Overlap, moved: Mapping[int, Table], sizes: Sequence[int]) -> Table:
+    of_moves = {number for value in overlap.moves for number in moved[value].scope}
+    scope = tuple(sorted({*overlap.sent_us, *overlap.computed_us, *of_moves}))
     shown: Costs = np.zeros([sizes[number] for number in scope])
     for number, times in overlap.sent_us.items():
         shown = shown + _along(number, times, scope)
     for number, times in overlap.computed_us.items():
         shown = shown - _along(number, times, scope)
+    for value, part in overlap.moves.items():
+        shown = shown - part * moved[value].over(scope)
     return Table(scope, np.maximum(shown, 0.0))
 
 

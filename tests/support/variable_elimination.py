@@ -6,7 +6,6 @@ paid for: it has an entry for each set of them, and every reader is only compare
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,10 +33,12 @@ def least_of_all(problem: Problem, most_entries: int = 50_000_000) -> Least:
     Raises:
         MemoryError: a table would have more than ``most_entries``.
     """
-    shared = [value for value in problem.values if len({reader.choice for reader in value.readers}) > 1]
-    known = tables(dataclasses.replace(problem, values=tuple(value for value in problem.values if value not in shared)))
-    for number, value in enumerate(shared, start=len(problem.choices)):
-        known.extend(_spread(value, number, problem))
+    in_overlaps = {value for overlap in problem.overlaps for value in overlap.moves}
+    readers = {i: {reader.choice for reader in value.readers} for i, value in enumerate(problem.values)}
+    shared = [i for i, of_value in readers.items() if len(of_value) > 1 and i not in in_overlaps]
+    known = tables(problem, without=shared)
+    for i in shared:
+        known.extend(_spread(problem.values[i], len(problem.choices) + i))
     sizes = {number: size for table in known for number, size in zip(table.scope, table.costs.shape, strict=True)}
     near: Near = {number: set() for number in sizes}
     for table in known:
@@ -58,7 +59,7 @@ def least_of_all(problem: Problem, most_entries: int = 50_000_000) -> Least:
     return Least(time_us=math.fsum(float(table.costs) for table in known), largest=largest)
 
 
-def _spread(value: Value, number: int, problem: Problem) -> Iterator[Table]:
+def _spread(value: Value, number: int) -> Iterator[Table]:
     """A value's moves with variable ``number``, whose entry i pays for the placements that are bits of i."""
     wanted = sorted({target for reader in value.readers for target in reader.wants})
     sets = [{target for bit, target in enumerate(wanted) if i >> bit & 1} for i in range(1 << len(wanted))]

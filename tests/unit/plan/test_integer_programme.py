@@ -44,12 +44,15 @@ def value(dice: random.Random, number: int, choices: list[Choice]) -> Value:
     return Value(name=str(number), choice=number, made=placed(number), readers=tuple(readers), moves_us=moves)
 
 
-def overlap(dice: random.Random, choices: list[Choice]) -> Overlap:
+def overlap(dice: random.Random, choices: list[Choice], values: list[Value]) -> Overlap:
     def times() -> dict[int, tuple[float, ...]]:
         chosen = dice.sample(range(CHOICES), 4)
         return {number: tuple(dice.uniform(0, 3) for _ in choices[number].times_us) for number in chosen}
 
-    return Overlap(name="part", sent_us=times(), computed_us=times())
+    moves = dice.sample(range(len(values)), min(len(values), dice.randrange(3)))
+    return Overlap(
+        name="part", sent_us=times(), computed_us=times(), moves={number: dice.choice([0.5, 1.0]) for number in moves}
+    )
 
 
 def limit(dice: random.Random, choices: list[Choice]) -> Limit:
@@ -69,7 +72,7 @@ def problem(seed: int, overlaps: int, limits: int) -> Problem:
     counts = dice.sample(ALTERNATIVES, CHOICES)
     choices = [choice(dice, number, count) for number, count in enumerate(counts)]
     values = [value(dice, number, choices) for number in range(CHOICES) if dice.random() < 0.6]
-    parts = [overlap(dice, choices) for _ in range(overlaps)]
+    parts = [overlap(dice, choices, values) for _ in range(overlaps)]
     rooms = [limit(dice, choices) for _ in range(limits)]
     return Problem(choices=tuple(choices), values=tuple(values), overlaps=tuple(parts), limits=tuple(rooms))
 
@@ -145,3 +148,19 @@ def test_what_computing_hides_costs_nothing() -> None:
     found = solve(Problem(choices=(computes,), values=(), overlaps=(hidden,)))
     assert (found.taken, found.time_us) == ((0,), 5.0)
     assert Problem(choices=(computes,), values=(), overlaps=(hidden,)).time_us((1,)) == 6.0
+
+
+def test_what_waits_for_a_move_hides_what_is_sent() -> None:
+    """By hand: of 5 beside a move of 3, 2 are shown; a reader that needs no move takes 3.5, beside which all 5 are."""
+    maker, reader = Choice(name="m", times_us=(0.0,)), Choice(name="r", times_us=(0.0, 3.5))
+    moved = Value(
+        name="v",
+        choice=0,
+        made=(0,),
+        readers=(Reader(choice=1, wants=(1, 0)),),
+        moves_us=((0.0, 3.0), (math.inf, 0.0)),
+    )
+    sent = Overlap(name="o", sent_us={0: (5.0,)}, computed_us={}, moves={0: 1.0})
+    given = Problem(choices=(maker, reader), values=(moved,), overlaps=(sent,))
+    assert (given.time_us((0, 0)), given.time_us((0, 1))) == (5.0, 8.5)
+    assert solve(given).taken == (0, 0)

@@ -62,8 +62,8 @@ def test_the_best_of_the_others_comes_first_and_what_has_no_solution_is_left_out
             raise InfeasiblePlanError("nothing goes together")
         return real(problem, limit_s)
 
-    def looking(choices: Any, problem: Any, best: Any) -> list[tuple[int, ...]]:
-        found = other_plans.other_plans(choices, problem, best)
+    def looking(choices: Any, problem: Any, best: Any, fastest: Any) -> list[tuple[int, ...]]:
+        found = other_plans.other_plans(choices, problem, best, fastest)
         seen.extend(problem.time_us(taken) for taken in (best, *found))
         return found
 
