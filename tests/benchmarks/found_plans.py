@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_autoparallel.cost import hardware_from
 from tests.support.plans import by_rules
 
 AUTO = "auto"
@@ -60,6 +61,8 @@ class Cell:
         given = ["plan", *config, "--world-size", str(self.ranks), "--output", str(output)]
         given += ["--hardware", hardware, "--strategy.mesh", json.dumps(dict(self.mesh))]
         given += ["--data.init_args.batch_size", str(self.rows)]
+        if self.plan == AUTO:  # as much as the others may take
+            given += ["--strategy.memory_budget_gib", str(hardware_from(hardware).memory_bytes / 2**30)]
         return given if self.plan is None else [*given, "--strategy.plan", self.plan]
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ def contender(time_us: float | None, needed_bytes: float) -> Contender:
         ([(100.0, 8.0), (90.0, 9.0), (95.0, 1.0)], 1),
         ([(100.0, 8.0), (90.0, 11.0), (95.0, 1.0)], 2),  # the fastest does not fit
         ([(90.1, 8.0), (90.0, 9.0), (95.0, 1.0)], 0),  # as fast, in less memory
+        ([(90.1, 8.0), (90.0, 8.05), (95.0, 1.0)], 1),  # as lean: the faster one
         ([(100.0, 8.0), (None, 9.0), (95.0, 1.0)], 0),  # a cost is unknown: as the solver has it
         ([(100.0, 11.0), (None, 9.0)], 1),
         ([(100.0, 11.0), (90.0, 12.0)], None),

@@ -91,6 +91,29 @@ def same(choices: AxisChoices, problem: Problem, chosen: Mapping[fx.Node, Candid
     return taken
 
 
+def test_moves_hide_what_the_parameters_of_their_part_send(fake_mesh, monkeypatch) -> None:
+    """Each counts once, in the part and the direction of the call whose value is moved; a later one costs a little more."""
+    seen: list[AxisChoices] = []
+
+    class Looked(AxisChoices):
+        def chosen(self, taken: Any) -> Any:
+            seen.append(self)
+            return super().chosen(taken)
+
+    monkeypatch.setattr(automatic, "AxisChoices", Looked)
+    planned(fake_mesh(**MESH), captured(Blocks(2), torch.randn(8, 4, 16), shards=2))
+    problem = seen[0].problem()
+    parts = {number: overlap.name for overlap in problem.overlaps for number in overlap.moves}
+    assert sum(len(overlap.moves) for overlap in problem.overlaps) == len(parts)
+    named = {value.name.rpartition(".")[0]: number for number, value in enumerate(problem.values)}
+    kept = {name: number for name, number in named.items() if name.startswith("relu") and number in parts}
+    assert {parts[number] for number in kept.values()} == {"layers.0 forward", "layers.1 forward"}
+    adds = {
+        number for name, number in named.items() if name.startswith("add") and parts.get(number) == "layers.1 backward"
+    }
+    assert adds, "sums of gradients"
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_blocks_that_decide_alike_cost_what_they_cost_each_for_itself(count: int, fake_mesh, monkeypatch) -> None:
     """The objective over tied blocks is that of the unrolled graph, where each node is a choice of its own."""

@@ -51,6 +51,14 @@ def test_parts() -> None:
     assert parts[nodes["outside"][0]] == parts[nodes["layers.1"][0]]
 
 
+def test_places_say_how_far_into_its_block_a_node_is() -> None:
+    nodes = graph_of([[aten.mul.Tensor, aten.relu.default]] * 5)
+    for tied in (True, False):
+        places = found_in(nodes, tied).places
+        assert [places[node] for node in nodes["layers.2"]] == [0, 1 / 3, 2 / 3], "a parameter and two calls"
+        assert [places[node] for node in nodes["layers.4"]] == [places[node] for node in nodes["layers.2"]]
+
+
 def test_blocks_that_differ_are_not_tied() -> None:
     other = [aten.mul.Tensor, aten.sigmoid.default]
     nodes = graph_of([[aten.mul.Tensor, aten.relu.default], other, other, [aten.mul.Tensor, aten.relu.default], other])
