@@ -92,7 +92,7 @@ def same(choices: AxisChoices, problem: Problem, chosen: Mapping[fx.Node, Candid
 
 
 def test_moves_hide_what_the_parameters_of_their_part_send(fake_mesh, monkeypatch) -> None:
-    """Each counts once, in the part and the direction of the call whose value is moved; a later one costs a little more."""
+    """Each counts once, in the part and the direction of the call whose value is moved."""
     seen: list[AxisChoices] = []
 
     class Looked(AxisChoices):
