@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx.added_calls import FakeResults
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
@@ -39,6 +40,12 @@ class GraphEmitter:
         value = self._results.of(target, args, kwargs)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta.update(self._origin, val=value)
+        return node
+
+    def call_of_rank(self, axis: PlanAxis, target: Any, *args: Any) -> fx.Node:
+        """One call in whose numbers this rank's place on ``axis`` is: on other ranks it may equal other calls."""
+        node = self.call(target, *args)
+        node.meta["rank_axis"] = axis.name
         return node
 
     def view(self, node: fx.Node, shape: list[int], name: str | None = None) -> fx.Node:

@@ -38,11 +38,12 @@ def _slice(emitter: GraphEmitter, node: fx.Node, shape: Sequence[int], step: Ste
     dim = dim_of(step.after[position])
     if dim in parts.nested:
         start = parts.nested[dim].start_of(step.axis.rank)
-        return emitter.call(aten.slice.Tensor, parts.pad(emitter, node, dim), dim, start, start + parts.part[dim])
+        padded = parts.pad(emitter, node, dim)
+        return emitter.call_of_rank(step.axis, aten.slice.Tensor, padded, dim, start, start + parts.part[dim])
     if _is_one_block(parts, dim) and parts.whole == parts.padded:
         start = step.axis.rank * parts.part[dim]
-        return emitter.call(aten.slice.Tensor, node, dim, start, start + parts.part[dim])
-    return emitter.call(aten.select.int, parts.separate(emitter, node), 0, step.axis.rank)
+        return emitter.call_of_rank(step.axis, aten.slice.Tensor, node, dim, start, start + parts.part[dim])
+    return emitter.call_of_rank(step.axis, aten.select.int, parts.separate(emitter, node), 0, step.axis.rank)
 
 
 def _is_one_block(parts: Parts, dim: int) -> bool:

@@ -80,7 +80,7 @@ def _log_softmax_backward(emitter: GraphEmitter, args: Arguments, axis: PlanAxis
 
 def _own_rows(emitter: GraphEmitter, index: fx.Node, size: int, axis: PlanAxis) -> tuple[fx.Node, fx.Node]:
     """Which indices are of this rank's part of ``size``, and those as positions in it (0 for the others)."""
-    local = emitter.call(aten.sub.Tensor, index, axis.rank * size)
+    local = emitter.call_of_rank(axis, aten.sub.Tensor, index, axis.rank * size)
     own = emitter.call(
         aten.bitwise_and.Tensor, emitter.call(aten.ge.Scalar, local, 0), emitter.call(aten.lt.Scalar, local, size)
     )

@@ -14,7 +14,7 @@ from lightning_autoparallel.torch_compat.tracing import FakeTensor, FakeTensorMo
 aten = torch.ops.aten
 
 # What is said of one call alone: another one in its place is not that.
-_OWN = {"val", "tensor_meta", "original_aten", "collective_role", "computed_early"}
+_OWN = {"val", "tensor_meta", "original_aten", "collective_role", "computed_early", "rank_axis"}
 
 
 class FakeResults:

@@ -85,6 +85,11 @@ def collective_role(node: fx.Node) -> str | None:
     return node.meta.get("collective_role")
 
 
+def rank_axis(node: fx.Node) -> str | None:
+    """The axis on which this rank's place is in the call's numbers, where one was said to be."""
+    return node.meta.get("rank_axis")
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
     return node.target is collectives.WAIT

@@ -56,4 +56,6 @@ def _key(node: fx.Node) -> Any:
 
     value = node.meta["val"]
     geometry = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
-    return node.target, freeze(node.args), freeze(dict(node.kwargs)), geometry, fxn.custom(node, "checkpoint_region")
+    # A slice by this rank's place on one axis may be that by its place on another: here, but not on other ranks.
+    own = fxn.custom(node, "checkpoint_region"), fxn.rank_axis(node)
+    return node.target, freeze(node.args), freeze(dict(node.kwargs)), geometry, own

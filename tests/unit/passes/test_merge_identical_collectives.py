@@ -46,6 +46,17 @@ class Draft:
         return len(list(fxn.collectives_of(self.graph)))
 
 
+@pytest.mark.parametrize(("axes", "left"), [(("tp", "tp"), 1), (("dp_shard", "tp"), 2)])
+def test_slices_by_a_rank_s_place_are_alike_on_one_axis_only(axes: tuple[str, str], left: int) -> None:
+    """On rank 0 both begin at 0, on another rank one of them does not: ranks would not launch the same collectives."""
+    draft = Draft()
+    x = draft.input("x")
+    sliced = [draft.call(aten.slice.Tensor, x, 0, 0, 2) for _ in axes]
+    for node, axis in zip(sliced, axes, strict=True):
+        node.meta["rank_axis"] = axis
+    assert draft.merged(*map(draft.reduce, sliced)) == left
+
+
 def test_the_same_value_is_reduced_once():
     draft = Draft()
     x = draft.input("x")
