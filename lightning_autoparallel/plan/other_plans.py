@@ -22,6 +22,7 @@ from lightning_autoparallel.plan.problem import Overlap, Problem, restricted
 MOST = 4
 _MOST_NODES = 40_000  # of all plans together, which the passes go through in a minute or two
 _WITHIN = 1.15  # of the best objective, which passes may change by as much
+_HARDLY_MORE = 1.05  # bytes than the leanest
 _TIME_LIMIT_S = 2.0
 
 
@@ -30,18 +31,29 @@ def other_plans(
 ) -> list[tuple[int, ...]]:
     """The alternative of every choice in other plans, the best first: ``MOST`` of them, one of a large graph.
 
-    ``fastest`` by the objective is among them, where ``best`` is a leaner one that is hardly slower by it.
+    ``fastest`` by the objective is among them, where ``best`` is a leaner one that is hardly slower by it. Where that
+    does not fit, nor anything else, others may take hardly more: what a rank needs is known behind the passes.
     """
     most_us = problem.time_us(best) * _WITHIN
     seen = {_decided(choices, best)}
     found: list[tuple[float, tuple[int, ...]]] = []
-    for taken in (fastest, *_solved(_variants(choices, problem))):
+    within = problem if problem.fits(best) else _hardly_more(problem, best)
+    for taken in (fastest, *_solved(_variants(choices, within, is_wider=within is not problem))):
         time_us = problem.time_us(taken)
-        if time_us <= most_us and problem.fits(taken) and _decided(choices, taken) not in seen:
+        if time_us <= most_us and within.fits(taken) and _decided(choices, taken) not in seen:
             seen.add(_decided(choices, taken))
             found.append((time_us, taken))
     most = min(MOST, max(_MOST_NODES // len(choices.nodes) - 1, 1))
     return [taken for _, taken in sorted(found)[:most]]
+
+
+def _hardly_more(problem: Problem, taken: Sequence[int]) -> Problem:
+    """The problem with room for what ``taken`` has, and a little more."""
+    limits = [
+        dataclasses.replace(limit, most_bytes=max(limit.most_bytes, limit.size_bytes(taken) * _HARDLY_MORE))
+        for limit in problem.limits
+    ]
+    return dataclasses.replace(problem, limits=tuple(limits))
 
 
 def _solved(variants: Iterator[Problem]) -> Iterator[tuple[int, ...]]:
@@ -55,7 +67,9 @@ def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(taken[: choices.own])
 
 
-def _variants(choices: AxisChoices, problem: Problem) -> Iterator[Problem]:
+def _variants(choices: AxisChoices, problem: Problem, is_wider: bool) -> Iterator[Problem]:
+    if is_wider:
+        yield problem
     for stored in _stored_sets(choices):
         yield _with(choices, problem, partial(_is_cut_by, stored))
     if not choices.axis.is_batch_axis:

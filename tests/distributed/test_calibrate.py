@@ -25,7 +25,8 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)], ids=["own", "torchrun"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["own", "torchrun"])
 def test_rates_are_written_and_read(launcher: tuple[str, ...], tmp_path: Path):
     output = str(tmp_path / "rates.yaml")
     command = COMMAND if not launcher else [*launcher, *COMMAND]
