@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import Placements
+from lightning_autoparallel.fx import nodes as fxn
 from tests.support.lockstep import one_group, run_lockstep
 from tests.support.placements import AVG, MAX, MIN, P, R, S, cut, joined
 from tests.support.redistributions import (
@@ -52,6 +53,17 @@ def moved(full: Tensor, source, target, size: int) -> list[Tensor]:
         (end,) = [node for node in graph.nodes if node.op == "output"]
         assert end.args[0][0].meta["val"].shape == output.shape
     return [output for (output,) in outputs]
+
+
+@pytest.mark.parametrize("size", [4, 3], ids=["slices", "padded"])
+def test_calls_by_a_rank_s_place_say_on_which_axis(size: int) -> None:
+    """Their numbers are equal on some ranks only."""
+    for rank in range(4):
+        axes = axes_of(rank, 2, 2)
+        pairs = [((R, R), (S(0), R)), ((R, R), (R, S(0)))]
+        graph = graph_of_all(pairs, (size, 2), axes, [], dtype=torch.float32)
+        said = [axis for node in graph.nodes if (axis := fxn.rank_axis(node)) is not None]
+        assert said == [axis.name for axis in axes]
 
 
 def check(full: Tensor, source, target, size: int) -> None:

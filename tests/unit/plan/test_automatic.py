@@ -17,7 +17,7 @@ from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx.placements import is_shard, placement_text
-from lightning_autoparallel.plan import automatic, make_plan, plan_document, read_plan, restore_plan
+from lightning_autoparallel.plan import automatic, axis_choices, make_plan, plan_document, read_plan, restore_plan
 from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.candidates import Candidate
@@ -112,6 +112,12 @@ def test_moves_hide_what_the_parameters_of_their_part_send(fake_mesh, monkeypatc
         number for name, number in named.items() if name.startswith("add") and parts.get(number) == "layers.1 backward"
     }
     assert adds, "sums of gradients"
+    monkeypatch.setattr(axis_choices, "_LATER", 0.0)
+    places = {node.name: seen[0]._repeats.places.get(node, 0.0) for node in seen[0].nodes}
+    for value, alike in zip(problem.values, seen[0].problem().values, strict=True):
+        more = 1 + 0.01 * places[value.name.rpartition(".")[0]]
+        for found, times_us in zip(value.moves_us, alike.moves_us, strict=True):
+            assert found == pytest.approx(tuple(more * time_us for time_us in times_us)), "a later one takes more"
 
 
 @pytest.mark.parametrize("count", [2, 5])

@@ -77,6 +77,24 @@ def test_the_best_of_the_others_comes_first_and_what_has_no_solution_is_left_out
     assert seen == sorted(seen)
 
 
+def test_the_fastest_is_among_them_where_a_leaner_one_is_the_best(fake_mesh, monkeypatch) -> None:
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    seen: list[tuple[Any, Any]] = []
+    real = other_plans.other_plans
+
+    def looking(choices: Any, problem: Any, best: Any, fastest: Any) -> list[tuple[int, ...]]:
+        slower = real(choices, problem, best, fastest)[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(other_plans, "_variants", lambda *_, **__: iter(()))
+            seen.append((real(choices, problem, slower, fastest), [tuple(fastest)]))
+        return []
+
+    monkeypatch.setattr(automatic, "other_plans", looking)
+    plans_of(fake_mesh(**MESH), captured(Blocks(3, width=64, hidden=256), torch.randn(8, 4, 64), shards=4))
+    ((found, expected),) = seen
+    assert found == expected
+
+
 def test_where_nothing_fits_others_take_hardly_more_than_the_leanest(fake_mesh, monkeypatch) -> None:
     """What is saved by the planner's reckoning may be less behind the passes: they are shown more than one."""
     monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
