@@ -3,13 +3,15 @@
 The objective knows nothing of buckets, fused kernels or an order of launches. So the problem is solved again with all
 parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden
 beside moves, or at all. What takes more than ``_WITHIN`` of the best, or was found before, is dropped. Passes take time
-that grows with the graph: of large ones fewer are looked at.
+that grows with the graph: of large ones fewer are looked at. Those that take as long as one before, and as many bytes,
+come last: they are mostly the same behind the passes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -23,6 +25,7 @@ MOST = 4
 _MOST_NODES = 40_000  # of all plans together, which the passes go through in a minute or two
 _WITHIN = 1.15  # of the best objective, which passes may change by as much
 _HARDLY_MORE = 1.05  # bytes than the leanest
+_AS_FAST, _AS_LEAN = 1e-4, 1e-2  # by as much may plans differ that are taken for one
 _TIME_LIMIT_S = 2.0
 
 
@@ -44,7 +47,31 @@ def other_plans(
             seen.add(_decided(choices, taken))
             found.append((time_us, taken))
     most = min(MOST, max(_MOST_NODES // len(choices.nodes) - 1, 1))
-    return [taken for _, taken in sorted(found)[:most]]
+    return _unlike(problem, best, found)[:most]
+
+
+def _unlike(
+    problem: Problem, best: Sequence[int], found: Sequence[tuple[float, tuple[int, ...]]]
+) -> list[tuple[int, ...]]:
+    """The fastest first, but behind all others what takes the time and the bytes of ``best`` or of one before."""
+    known = [_figures(problem, best)]
+    unlike: list[tuple[int, ...]] = []
+    alike: list[tuple[int, ...]] = []
+    for _, taken in sorted(found):
+        figures = _figures(problem, taken)
+        (alike if any(_are_alike(figures, other) for other in known) else unlike).append(taken)
+        known.append(figures)
+    return unlike + alike
+
+
+def _figures(problem: Problem, taken: Sequence[int]) -> tuple[float, ...]:
+    """Time, and bytes in each limit."""
+    return problem.time_us(taken), *(limit.size_bytes(taken) for limit in problem.limits)
+
+
+def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    equal = math.isclose(one[0], other[0], rel_tol=_AS_FAST)
+    return equal and all(math.isclose(*sizes, rel_tol=_AS_LEAN) for sizes in zip(one[1:], other[1:], strict=True))
 
 
 def _hardly_more(problem: Problem, taken: Sequence[int]) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,15 @@ def test_the_best_of_the_others_comes_first_and_what_has_no_solution_is_left_out
     assert seen == sorted(seen)
 
 
+def test_plans_that_take_what_one_before_takes_come_behind_all_others() -> None:
+    """The first choice takes time, the second bytes."""
+    limit = SimpleNamespace(size_bytes=lambda taken: taken[1])
+    problem = SimpleNamespace(time_us=lambda taken: taken[0], limits=(limit,))
+    same, fatter, slower = (1000.01, 100.5), (1000.02, 102.0), (1010.0, 100.0)
+    found = [(taken[0], taken) for taken in (slower, same, fatter, (1010.01, 100.1))]
+    assert other_plans._unlike(problem, (1000.0, 100.0), found) == [fatter, slower, same, (1010.01, 100.1)]
+
+
 def test_the_fastest_is_among_them_where_a_leaner_one_is_the_best(fake_mesh, monkeypatch) -> None:
     monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
     seen: list[tuple[Any, Any]] = []
@@ -104,9 +114,9 @@ def test_where_nothing_fits_others_take_hardly_more_than_the_leanest(fake_mesh, 
     saved = [node.name for node in graph.graph_module.graph.nodes if node.name.startswith("relu")]
     costs = costs_of(mesh, H100)
     find = partial(make_plans, graph, {"base": "auto"}, mesh, print, costs=costs, saved=saved)
-    room_bytes = min(plan.stays_bytes for plan in find()) * 0.35
+    room_bytes = min(plan.stays_bytes for plan in find()) * 0.54
     plans = find(room_bytes=room_bytes)
     leanest_bytes = plans[0].stays_bytes
     assert leanest_bytes > room_bytes
     assert len(plans) > 1
-    assert all(leanest_bytes <= plan.stays_bytes <= leanest_bytes * 1.3 for plan in plans)
+    assert all(room_bytes < plan.stays_bytes <= leanest_bytes * 1.3 for plan in plans)
