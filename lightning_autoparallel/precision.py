@@ -160,15 +160,16 @@ def clip_by_norm(gradients: Sequence[Tensor], max_norm: float, ranks: DeviceMesh
 
     Each rank adds up the squares of its shards, divided by the number of ranks that hold the same shard, so that one
     all-reduce over all ``ranks`` (a one-dimensional mesh) gives the sum over the whole tensors. Nothing is read on the
-    host.
+    host, or copied from it.
     """
     if not gradients:
         return torch.zeros(())
     size = 1 if ranks is None else ranks.size()
     locals_ = [_local(gradient) for gradient in gradients]
-    shares = torch.tensor([1 / _copies(gradient, size) for gradient in gradients])
-    squares = torch.stack(squared_norms(locals_))
-    total = (squares * shares.to(squares)).sum()
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient, square in zip(gradients, squared_norms(locals_), strict=True):
+        by_copies.setdefault(_copies(gradient, size), []).append(square)
+    total = torch.stack([torch.stack(squares).sum() / copies for copies, squares in by_copies.items()]).sum()
     if ranks is not None and size > 1:
         dist.all_reduce(total, group=ranks.get_group())
     norm = total.sqrt()

@@ -21,6 +21,7 @@ from lightning_autoparallel.contracts import Placements, PlanAxis
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx.placements import cut_order, explicit, local_shape
 from lightning_autoparallel.torch_compat.autograd import Attached
+from lightning_autoparallel.torch_compat.dtensors import Description, around, described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class ParameterLayout:
     mesh: DeviceMesh
     placements: Placements
     axes: tuple[PlanAxis, ...]
+    _described: dict[torch.dtype, Description] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -68,11 +70,13 @@ class ParameterLayout:
         return local.clone(memory_format=torch.contiguous_format) if local.shape != full.shape else local
 
     def distribute(self, local: Tensor) -> DTensor:
-        """A DTensor around this rank's part."""
-        placements = self.placements or (Replicate(),)
-        return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
-        )
+        """A DTensor around this rank's part, which no graph of gradients leads to."""
+        description = self._described.get(local.dtype)
+        if description is None:
+            placements = self.placements or (Replicate(),)
+            description = described(self.mesh, placements, self.shape, self.stride, local.dtype)
+            self._described[local.dtype] = description
+        return around(local, description)
 
     def padded(self, local: Tensor) -> Tensor:
         """``local`` as large as every other rank's shard."""

@@ -71,7 +71,11 @@ def ours() -> Contender:
 
 
 def schedule(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, Contender]]:
-    """Contenders take turns, round by round (from 1): a machine that is busy for a while is so for all of them."""
+    """Contenders take turns, round by round (from 1): a machine that is busy for a while is so for all of them.
+
+    Each round begins with another: the first one is not always the one that meets cold caches.
+    """
     for turn in range(1, rounds + 1):
-        for contender in contenders:
+        first = (turn - 1) % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
             yield turn, contender
