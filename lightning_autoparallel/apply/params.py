@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ class ParameterLayout:
     axes: tuple[PlanAxis, ...]
     _described: dict[torch.dtype, Description] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape of every rank's shard with padding: what graphs take and give."""
         return tuple(local_shape(self.shape, self.placements, self.axes))
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's shard."""
         return tuple(end - start for start, end in self.bounds())
