@@ -95,15 +95,15 @@ def fake_mesh() -> Iterator[ParallelMesh]:
 
 def chains_in(graph: fx.Graph) -> int:
     """All-gathers of what another all-gather's wait gave, looked at through one-argument calls that keep the size."""
-    found = 0
-    for gather in fxn.collectives_of(graph):
-        source = gather.args[0]
-        while isinstance(source, fx.Node) and _keeps_size(source):
-            source = source.all_input_nodes[0]
-        assert isinstance(source, fx.Node)
-        ends_in_gather = fxn.is_wait(source) and fxn.collective_kind(source.args[0]) == "all_gather"  # type: ignore[arg-type]
-        found += fxn.collective_kind(gather) == "all_gather" and ends_in_gather
-    return found
+    gathers = [node for node in fxn.collectives_of(graph) if fxn.collective_kind(node) == "all_gather"]
+    return sum(any(_is_gathered(source) for source in gather.all_input_nodes) for gather in gathers)
+
+
+def _is_gathered(source: fx.Node) -> bool:
+    while _keeps_size(source):
+        source = source.all_input_nodes[0]
+    (launched,) = source.all_input_nodes if fxn.is_wait(source) else (None,)
+    return launched is not None and fxn.collective_kind(launched) == "all_gather"
 
 
 def _keeps_size(node: fx.Node) -> bool:

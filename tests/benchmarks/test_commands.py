@@ -1,0 +1,32 @@
+"""Commands that READMEs and docstrings cite, at their smallest size: they run to their end.
+
+Those that have a test of their own are not here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = (
+    "tests.benchmarks.found_plans --recipes llama3/debug --ranks 2",
+    "tests.benchmarks.guards 1",
+    "tests.benchmarks.permute_overlap",
+    "tests.benchmarks.predicted_times --workloads llama3/debug --plans ddp --steps 3 --warm-up 2",
+    "tests.benchmarks.repeats --layers 4 --ranks 16",
+    "tests.benchmarks.step_overhead --layers 1 --steps 2",
+    "tests.numerics.chained_gathers 2",
+    "tests.numerics.replay_scale 2 8",
+    "tests.numerics.scale 2 8",
+)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0].rpartition(".")[2])
+def test_it_runs(command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
