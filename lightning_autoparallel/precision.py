@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from lightning_autoparallel.lightning_compat import (
     MixedPrecision,
     Precision,
 )
-from lightning_autoparallel.pipeline.local_updates import local_updates
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
@@ -32,24 +31,20 @@ _OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradie
 SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
-def _nothing() -> None:
-    pass
-
-
 class ShardedPrecision(Precision):
     """Runs the backward of captured steps, and clips gradients of which each rank holds a part.
 
     The strategy that runs sets ``ranks``, which joins all ranks that train, and what goes with a backward:
     ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it,
-    ``reduce_gradients`` does what micro-batches have left to do. ``before_update`` is called when all that may look at
-    gradients before an optimizer's update has done so.
+    ``reduce_gradients`` does what micro-batches have left to do, and ``before_update`` is called when all that may look
+    at gradients before an optimizer's update has done so.
     """
 
     ranks: DeviceMesh | None = None
     skips_backward: Callable[[], bool] = staticmethod(lambda: False)
     around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     reduce_gradients: Callable[[], None] = staticmethod(lambda: None)
-    before_update: Callable[[], None] = staticmethod(_nothing)
+    before_update: Callable[[], None] = staticmethod(lambda: None)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no running strategy."""
@@ -78,21 +73,6 @@ class ShardedPrecision(Precision):
         self.reduce_gradients()
         with ShardedUpdates():
             return super().post_backward(tensor, module)
-
-    @contextlib.contextmanager
-    def updating(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """Around a step of an optimizer that updates element by element, None for any other: it may have plain parts.
-
-        Its closure may step another one.
-        """
-        has_scaler = getattr(self, "scaler", None) is not None  # which looks at gradients once more
-        parts = contextlib.nullcontext(_nothing) if optimizer is None or has_scaler else local_updates(optimizer)
-        before = self.before_update
-        with parts as self.before_update:
-            try:
-                yield
-            finally:
-                self.before_update = before
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their 2-norm over all parameters is at most ``clip_val``; one all-reduce."""
