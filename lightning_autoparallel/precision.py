@@ -27,7 +27,7 @@ from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
-_OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients", "before_update")
+_OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients")
 SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
@@ -35,16 +35,14 @@ class ShardedPrecision(Precision):
     """Runs the backward of captured steps, and clips gradients of which each rank holds a part.
 
     The strategy that runs sets ``ranks``, which joins all ranks that train, and what goes with a backward:
-    ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it,
-    ``reduce_gradients`` does what micro-batches have left to do, and ``before_update`` is called when all that may look
-    at gradients before an optimizer's update has done so.
+    ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it, and
+    ``reduce_gradients`` does what micro-batches have left to do.
     """
 
     ranks: DeviceMesh | None = None
     skips_backward: Callable[[], bool] = staticmethod(lambda: False)
     around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     reduce_gradients: Callable[[], None] = staticmethod(lambda: None)
-    before_update: Callable[[], None] = staticmethod(lambda: None)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no running strategy."""
@@ -64,7 +62,6 @@ class ShardedPrecision(Precision):
         """Hooks may look at gradients, and change them, as on one device."""
         with ShardedUpdates():
             super()._after_closure(model, optimizer)
-        self.before_update()
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The same of what follows a backward."""

@@ -34,7 +34,6 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import StepEngine
-from lightning_autoparallel.pipeline.local_updates import local_updates
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
@@ -401,10 +400,7 @@ class AutoParallelStrategy(SavingStrategy):
             steps.reduce_gradients()
             return None if self._skips else steps.told_loss(optimizer, loss)
 
-        if updates or getattr(self.precision_plugin, "scaler", None) is not None:
-            with steps.optimizing(), updates or contextlib.nullcontext():
-                return super().optimizer_step(optimizer, run, model, **kwargs)
-        with steps.optimizing(), local_updates(optimizer) as self.precision_plugin.before_update:
+        with steps.optimizing(), updates or contextlib.nullcontext():
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -31,16 +31,3 @@ def around(local: Tensor, description: Description) -> DTensor:
     assert not local.requires_grad and description.tensor_meta is not None
     assert local.dtype == description.tensor_meta.dtype
     return DTensor(local.view_as(local), description, requires_grad=False)
-
-
-def part_of(tensor: DTensor) -> Tensor:
-    """This rank's part itself, always the same object: what is written into it is written into the DTensor."""
-    return tensor._local_tensor
-
-
-def as_part_of(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor around a part that lies as that of ``like`` does; its dtype may be another."""
-    spec = like._spec
-    if local.dtype == like.dtype:
-        return around(local, spec)
-    return around(local, described(spec.mesh, spec.placements, tuple(like.shape), tuple(like.stride()), local.dtype))
