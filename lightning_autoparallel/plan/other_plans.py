@@ -28,6 +28,8 @@ _HARDLY_MORE = 1.05  # bytes than the leanest
 _AS_FAST, _AS_LEAN = 1e-4, 1e-2  # by as much may plans differ that are taken for one
 _TIME_LIMIT_S = 2.0
 
+_Figures = tuple[float, ...]  # microseconds of a plan, then its bytes in each limit
+
 
 def other_plans(
     choices: AxisChoices, problem: Problem, best: Sequence[int], fastest: tuple[int, ...]
@@ -39,37 +41,33 @@ def other_plans(
     """
     most_us = problem.time_us(best) * _WITHIN
     seen = {_decided(choices, best)}
-    found: list[tuple[float, tuple[int, ...]]] = []
+    found: list[tuple[_Figures, tuple[int, ...]]] = []
     within = problem if problem.fits(best) else _hardly_more(problem, best)
     for taken in (fastest, *_solved(_variants(choices, within, is_wider=within is not problem))):
-        time_us = problem.time_us(taken)
-        if time_us <= most_us and within.fits(taken) and _decided(choices, taken) not in seen:
+        figures = _figures(problem, taken)
+        if figures[0] <= most_us and within.fits(taken) and _decided(choices, taken) not in seen:
             seen.add(_decided(choices, taken))
-            found.append((time_us, taken))
+            found.append((figures, taken))
     most = min(MOST, max(_MOST_NODES // len(choices.nodes) - 1, 1))
-    return _unlike(problem, best, found)[:most]
+    return _unlike(_figures(problem, best), found)[:most]
 
 
-def _unlike(
-    problem: Problem, best: Sequence[int], found: Sequence[tuple[float, tuple[int, ...]]]
-) -> list[tuple[int, ...]]:
-    """The fastest first, but behind all others what takes the time and the bytes of ``best`` or of one before."""
-    known = [_figures(problem, best)]
+def _unlike(best: _Figures, found: Sequence[tuple[_Figures, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """The fastest first, but behind all others what takes the time and the bytes of the best or of one before."""
+    known = [best]
     unlike: list[tuple[int, ...]] = []
     alike: list[tuple[int, ...]] = []
-    for _, taken in sorted(found):
-        figures = _figures(problem, taken)
+    for figures, taken in sorted(found):
         (alike if any(_are_alike(figures, other) for other in known) else unlike).append(taken)
         known.append(figures)
     return unlike + alike
 
 
-def _figures(problem: Problem, taken: Sequence[int]) -> tuple[float, ...]:
-    """Time, and bytes in each limit."""
+def _figures(problem: Problem, taken: Sequence[int]) -> _Figures:
     return problem.time_us(taken), *(limit.size_bytes(taken) for limit in problem.limits)
 
 
-def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
+def _are_alike(one: _Figures, other: _Figures) -> bool:
     equal = math.isclose(one[0], other[0], rel_tol=_AS_FAST)
     return equal and all(math.isclose(*sizes, rel_tol=_AS_LEAN) for sizes in zip(one[1:], other[1:], strict=True))
 

@@ -5,6 +5,7 @@ Those that have a test of their own are not here.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ COMMANDS = (
     "tests.benchmarks.guards 1",
     "tests.benchmarks.permute_overlap",
     "tests.benchmarks.predicted_times --workloads llama3/debug --plans ddp --steps 3 --warm-up 2",
+    "tests.benchmarks.published '8B on 8'",
     "tests.benchmarks.repeats --layers 4 --ranks 16",
     "tests.benchmarks.step_overhead --layers 1 --steps 2",
     "tests.numerics.chained_gathers 2",
@@ -27,6 +29,6 @@ COMMANDS = (
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0].rpartition(".")[2])
 def test_it_runs(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
