@@ -137,10 +137,16 @@ def test_graphs_are_dumped_where_asked(tmp_path, capsys):
     assert "all_gather_into_tensor" in (tmp_path / "graphs/training_step/forward.py.txt").read_text()
 
 
-def test_a_plan_is_found_and_written(tmp_path, capsys):
-    options = ["--strategy.plan", "auto", "--strategy.mesh", "{dp_shard: 2, tp: 2}", "--dump", "found"]
-    assert plan(tmp_path, "--world-size", "4", *options) == 0
-    assert any(line.startswith("note: plan auto on tp: ") for line in shown(capsys))
+def test_a_plan_is_found_explained_and_written(tmp_path, capsys):
+    options = ["--strategy.plan", "auto", "--strategy.mesh", "{dp_shard: 2, tp: 2}"]
+    asked = ["--dump", "found", "--explain", "*.attention.wk"]
+    assert plan(tmp_path, "--world-size", "4", *options, *asked) == 0
+    lines = shown(capsys)
+    assert any(line.startswith("note: plan auto on tp: ") for line in lines)
+    start = next(i for i, line in enumerate(lines) if line.startswith("Why what '*.attention.wk' matches"))
+    assert lines[start + 1].startswith("model.layers.*.attention.wk aten.")
+    assert any(re.search(r" us more, (as many bytes|.* (less|more)) kept$", line) for line in lines[start + 2 :])
+
     document = read_plan(tmp_path / "found/training_step/plan.json")
     assert (document["base"], document["mesh"]) == ("fsdp", {"dp_shard": 2, "tp": 2})
     assert document["rules"]["*"] == {"tp": "R"}
@@ -157,7 +163,7 @@ def test_a_page_is_written(tmp_path, capsys):
     assert len(page) < 200_000
 
 
-def test_two_plans_are_compared(tmp_path, capsys):
+def test_two_plans_are_compared_and_a_report_of_another_model_is_refused(tmp_path, capsys):
     assert plan(tmp_path, "--world-size", "4", "--output", "fsdp.json") == 0
     capsys.readouterr()
     assert plan(tmp_path, "--world-size", "4", "--strategy.plan", "ddp", "--compare", "fsdp.json") == 0
@@ -166,23 +172,11 @@ def test_two_plans_are_compared(tmp_path, capsys):
     assert "parameters 1.7 MiB 424.6 KiB +1.2 MiB" in lines
     assert any(line.startswith("exposed communication ") for line in lines)
 
-
-def test_a_report_of_another_model_is_refused(tmp_path, capsys):
-    assert plan(tmp_path, "--world-size", "4", "--output", "r.json") == 0
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = json.loads((tmp_path / "fsdp.json").read_text())
     report["parameters"]["model.norm.weight"]["shape"] = [7]
     (tmp_path / "r.json").write_text(json.dumps(report))
     assert plan(tmp_path, "--world-size", "4", "--compare", "r.json") == 1
     assert "--compare r.json is a report of another model: model.norm.weight has shape" in capsys.readouterr().err
-
-
-def test_a_plan_that_was_found_is_explained(tmp_path, capsys):
-    options = ["--strategy.plan", "auto", "--strategy.mesh", "{dp_shard: 2, tp: 2}"]
-    assert plan(tmp_path, "--world-size", "4", *options, "--explain", "*.attention.wk") == 0
-    lines = shown(capsys)
-    start = next(i for i, line in enumerate(lines) if line.startswith("Why what '*.attention.wk' matches"))
-    assert lines[start + 1].startswith("model.layers.*.attention.wk aten.")
-    assert any(re.search(r" us more, (as many bytes|.* (less|more)) kept$", line) for line in lines[start + 2 :])
 
 
 def test_a_named_plan_is_explained(tmp_path, capsys):
