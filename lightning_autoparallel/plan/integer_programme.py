@@ -18,8 +18,10 @@ Where one reader wants a value, m is e itself. With x integral, e and m are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import highspy
@@ -44,12 +46,17 @@ class Solution:
 
 
 def solve(
-    problem: Problem, time_limit_s: float = 60.0, start: tuple[int, ...] | None = None, gap: float = GAP
+    problem: Problem,
+    time_limit_s: float = 60.0,
+    start: tuple[int, ...] | None = None,
+    gap: float = GAP,
+    most_rounds: int | None = None,
 ) -> Solution:
     """The best alternatives, to a relative ``gap`` or as good as ``time_limit_s`` allows.
 
     Args:
         start: alternatives to begin with.
+        most_rounds: of the solver's cuts and nodes; unlike seconds they end at the same plan on a busy machine.
 
     Raises:
         InfeasiblePlanError: nothing goes together, or the limit has come before anything was found.
@@ -67,6 +74,8 @@ def solve(
     highs.passModel(programme.model())
     if start is not None:
         highs.setSolution(programme.solution_of(start))
+    if most_rounds is not None:
+        highs.cbMipInterrupt.subscribe(_after(most_rounds))
     highs.run()
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
@@ -83,6 +92,17 @@ def solve(
         columns=len(programme.costs),
         rows=len(programme.rows),
     )
+
+
+def _after(most_rounds: int) -> Callable[[highspy.HighsCallbackEvent], None]:
+    """What stops the solver where it asks for the ``most_rounds``-th time whether to go on."""
+    rounds = itertools.count(1)
+
+    def ask(event: highspy.HighsCallbackEvent) -> None:
+        if next(rounds) >= most_rounds:
+            event.interrupt()
+
+    return ask
 
 
 @dataclass

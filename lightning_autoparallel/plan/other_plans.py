@@ -26,7 +26,8 @@ _MOST_NODES = 40_000  # of all plans together, which the passes go through in a 
 _WITHIN = 1.15  # of the best objective, which passes may change by as much
 _HARDLY_MORE = 1.05  # bytes than the leanest
 _AS_FAST, _AS_LEAN = 1e-4, 1e-2  # by as much may plans differ that are taken for one
-_TIME_LIMIT_S = 2.0
+_MOST_ROUNDS = 12  # of the solver; not seconds, which would find other plans on a busy machine
+_TIME_LIMIT_S = 20.0
 
 _Figures = tuple[float, ...]  # microseconds of a plan, then its bytes in each limit
 
@@ -84,7 +85,7 @@ def _hardly_more(problem: Problem, taken: Sequence[int]) -> Problem:
 def _solved(variants: Iterator[Problem]) -> Iterator[tuple[int, ...]]:
     for variant in variants:
         with contextlib.suppress(InfeasiblePlanError):
-            yield solve(variant, _TIME_LIMIT_S).taken
+            yield solve(variant, _TIME_LIMIT_S, most_rounds=_MOST_ROUNDS).taken
 
 
 def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:

@@ -164,3 +164,17 @@ def test_what_waits_for_a_move_hides_what_is_sent() -> None:
     given = Problem(choices=(maker, reader), values=(moved,), overlaps=(sent,))
     assert (given.time_us((0, 0)), given.time_us((0, 1))) == (5.0, 8.5)
     assert solve(given).taken == (0, 0)
+
+
+def test_few_rounds_end_at_a_plan_that_fits_and_is_the_same_each_time() -> None:
+    """What goes into three limits of 60 sizes takes many rounds to find; a plan to begin with is there before."""
+    dice = random.Random(0)
+    choices = tuple(Choice(name=f"c{k}", times_us=(dice.uniform(5, 9), dice.uniform(0, 4))) for k in range(60))
+    sizes = [{k: (0.0, dice.uniform(1, 9)) for k in range(60)} for _ in range(3)]
+    limits = tuple(Limit(name=f"l{k}", sizes_bytes=one, most_bytes=100.0) for k, one in enumerate(sizes))
+    given = Problem(choices=choices, values=(), limits=limits)
+    found = [solve(given, most_rounds=rounds, start=(0,) * 60, gap=1e-6) for rounds in (1, 1, 10**9)]
+    assert all(given.fits(one.taken) for one in found)
+    assert found[0].taken == found[1].taken
+    assert found[2].time_us < found[0].time_us
+    assert found[2].time_us - found[2].bound_us <= 1e-5 * found[2].time_us < found[0].time_us - found[0].bound_us
