@@ -3,8 +3,8 @@
 The objective knows nothing of buckets, fused kernels or an order of launches. So the problem is solved again with all
 parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden
 beside moves, or at all. What takes more than ``_WITHIN`` of the best, or was found before, is dropped. Passes take time
-that grows with the graph: of large ones fewer are looked at. Those that take as long as one before, and as many bytes,
-come last: they are mostly the same behind the passes.
+that grows with the graph: of large ones fewer are looked at. Those that are as fast as one before, and no leaner, come
+last: they are mostly the same behind the passes.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ def other_plans(
 
 
 def _unlike(best: _Figures, found: Sequence[tuple[_Figures, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """The fastest first, but behind all others what takes the time and the bytes of the best or of one before."""
+    """The fastest first, but behind all others what takes the time of the best or of one before, and is no leaner."""
     known = [best]
     unlike: list[tuple[int, ...]] = []
-    alike: list[tuple[int, ...]] = []
+    no_better: list[tuple[int, ...]] = []
     for figures, taken in sorted(found):
-        (alike if any(_are_alike(figures, other) for other in known) else unlike).append(taken)
+        (no_better if any(_is_no_better(figures, other) for other in known) else unlike).append(taken)
         known.append(figures)
-    return unlike + alike
+    return unlike + no_better
 
 
 def _figures(problem: Problem, taken: Sequence[int]) -> _Figures:
     return problem.time_us(taken), *(limit.size_bytes(taken) for limit in problem.limits)
 
 
-def _are_alike(one: _Figures, other: _Figures) -> bool:
-    equal = math.isclose(one[0], other[0], rel_tol=_AS_FAST)
-    return equal and all(math.isclose(*sizes, rel_tol=_AS_LEAN) for sizes in zip(one[1:], other[1:], strict=True))
+def _is_no_better(one: _Figures, other: _Figures) -> bool:
+    as_fast = math.isclose(one[0], other[0], rel_tol=_AS_FAST)
+    return as_fast and all(size >= least * (1 - _AS_LEAN) for size, least in zip(one[1:], other[1:], strict=True))
 
 
 def _hardly_more(problem: Problem, taken: Sequence[int]) -> Problem:

@@ -41,7 +41,8 @@ class Lying:
     """One way for a parameter: ``computed`` on the planned axis, ``stored`` dims by the axes that cut it between steps.
 
     Its gradient ends as ``end``. ``update_us`` is the optimizer's time, and that of taking a rank's part of a gradient
-    of which it has more; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
+    of which it has more; ``copied_us`` that of kernels that put together what was gathered along another dim than the
+    first; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
     takes, to gather again, where it reads the parameter, and to reduce the gradient. ``size_bytes`` is what stays on a
     rank: the parameter, its gradient, and what an optimizer keeps of it; ``passing_bytes`` is there beside that while
     its block is computed.
@@ -51,6 +52,7 @@ class Lying:
     stored: Mapping[str, int]
     end: Placement
     update_us: float
+    copied_us: float
     gathered_us: float
     reduced_us: float
     size_bytes: float
@@ -68,7 +70,9 @@ class FreeParameter:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """What a step finds in each of the ``ways``."""
-        return tuple(Candidate(outputs=(way.computed,), inputs=(), time_us=way.update_us) for way in self.ways)
+        return tuple(
+            Candidate(outputs=(way.computed,), inputs=(), time_us=way.update_us + way.copied_us) for way in self.ways
+        )
 
 
 def free_parameters(
@@ -114,7 +118,7 @@ class _Ways:
         used_bytes = value.numel() * _computed_itemsize(node)
         is_read_again = _is_read_backward(node)
         return tuple(
-            self._way(computed, stored, end, fxn.size_bytes(value), used_bytes, is_trained, is_read_again)
+            self._way(computed, stored, end, value, used_bytes, is_trained, is_read_again)
             for computed, stored in self._lyings(tuple(value.shape))
             for end in self._ends(computed, is_trained)
         )
@@ -127,6 +131,8 @@ class _Ways:
                 stored = self._stored_dims(shape, computed, chosen)
                 if stored is not None:
                     yield computed, stored
+                if len(chosen) == 1 and self._has_padding(shape, computed, chosen[0]):
+                    yield computed, {chosen[0].name: 0}
 
     def _cutting(self, computed: Placement) -> Iterator[list[PlanAxis]]:
         """Axes that may cut a parameter between steps, beside what is computed: inner batch axes before outer ones."""
@@ -158,6 +164,11 @@ class _Ways:
             parts[dims[0]] *= axis.size
         return found
 
+    def _has_padding(self, shape: tuple[int, ...], computed: Placement, axis: PlanAxis) -> bool:
+        """Whether one axis may cut the first dim, and not evenly: unlike any other dim it is gathered in one piece."""
+        is_whole = not is_shard(computed) or dim_of(computed) != 0
+        return is_whole and bool(shape) and shape[0] > axis.size and shape[0] % axis.size != 0
+
     def _even(self, shape: tuple[int, ...], parts: int) -> list[int]:
         return [dim for dim, size in enumerate(shape) if size and size % parts == 0]
 
@@ -172,7 +183,7 @@ class _Ways:
         computed: Placement,
         stored: dict[str, int],
         end: Placement,
-        size_bytes: float,
+        value: torch.Tensor,
         used_bytes: float,
         is_trained: bool,
         is_read_again: bool,
@@ -180,14 +191,17 @@ class _Ways:
         own = self._axis.size if is_shard(computed) else 1
         own_axis = [] if self._axis.shards_batch else [self._axis]
         cutting = [axis for axis in (*self._batch_axes, *own_axis) if axis.name in stored]
-        kept_bytes = size_bytes / own / math.prod(axis.size for axis in cutting)
+        size_bytes = fxn.size_bytes(value)
+        kept_bytes = size_bytes / own / math.prod(axis.size for axis in cutting) * _padded(value.shape, stored, cutting)
         gathered_us = self._moving_us("all_gather", used_bytes / own, cutting)
         reduced_us = self._reduced_us(size_bytes / own, stored, end) if is_trained else 0.0
+        copied_us = self._costs.hardware.copy_time_us(used_bytes / own) if any(stored.values()) else 0.0
         return Lying(
             computed=computed,
             stored=stored,
             end=end,
             update_us=self._update_us(kept_bytes, stored, end) if is_trained else 0.0,
+            copied_us=copied_us * (2 if is_read_again else 1),
             gathered_us=gathered_us,
             reduced_us=(gathered_us if is_read_again else 0.0) + reduced_us,
             size_bytes=kept_bytes * (_COPIES + self._state_per_byte if is_trained else 1),
@@ -221,6 +235,13 @@ class _Ways:
 
     def _in_order(self, axes: Sequence[PlanAxis]) -> list[PlanAxis]:
         return sorted(axes, key=lambda axis: self._mesh.spec.names.index(axis.mesh_axes[0]))
+
+
+def _padded(shape: Sequence[int], stored: Mapping[str, int], cutting: Sequence[PlanAxis]) -> float:
+    """How much more than its share a rank keeps, where one axis cuts the first dim and not evenly."""
+    if len(cutting) != 1 or stored[cutting[0].name] != 0 or shape[0] % cutting[0].size == 0:
+        return 1.0
+    return math.ceil(shape[0] / cutting[0].size) * cutting[0].size / shape[0]
 
 
 def _is_read_backward(parameter: fx.Node) -> bool:

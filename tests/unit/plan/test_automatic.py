@@ -252,3 +252,25 @@ def test_a_table_is_gathered_once_and_a_matrix_for_the_backward_too(fake_mesh) -
     table, matrix = ways["table.weight"], ways["matrix.weight"]
     assert table.gathered_us == matrix.gathered_us > 0
     assert matrix.reduced_us - table.reduced_us == pytest.approx(table.gathered_us)
+
+
+def test_rows_that_do_not_divide_are_padded_or_columns_are_put_together_by_a_copy(fake_mesh) -> None:
+    """By hand: of 66 rows of 16 a rank of 4 keeps 17, or 4 columns of all; the copy is of all, in float32."""
+    mesh = fake_mesh(dp_shard=4)
+    module = Table()
+    module.table, module.matrix = nn.Embedding(66, 16), nn.Linear(16, 66, bias=False)
+    graph = captured(module, torch.zeros(8, 4, dtype=torch.long), shards=4)
+    placeholders = dict(zip(graph.graph_module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
+    (axis,) = plan_axes("auto", mesh)
+    costs = costs_of(mesh)
+    free = free_parameters(graph, placeholders, axis, [axis], mesh, costs)
+    copies = {"table.weight": 1, "matrix.weight": 2}
+    for parameter in free.values():
+        rows, columns = (next(way for way in parameter.ways if way.stored == {"dp_shard": dim}) for dim in (0, 1))
+        assert (rows.size_bytes, columns.size_bytes) == (17 * 16 * 4 * 4, 66 * 4 * 4 * 4)
+        copied_us = costs.hardware.copy_time_us(66 * 16 * 4) * copies[parameter.name]
+        assert (rows.copied_us, columns.copied_us) == (0.0, pytest.approx(copied_us))
+        assert all(
+            one.time_us == way.update_us + way.copied_us
+            for one, way in zip(parameter.candidates, parameter.ways, strict=True)
+        )
