@@ -22,7 +22,7 @@ from lightning_autoparallel.plan.parameter_alternatives import Lying
 from lightning_autoparallel.plan.problem import Overlap, Problem, restricted
 
 MOST = 4
-_MOST_NODES = 40_000  # of all plans together, which the passes go through in a minute or two
+_MOST_NODES = 64_000  # of all plans together, which the passes go through in a minute or two: four plans of 70B
 _WITHIN = 1.15  # of the best objective, which passes may change by as much
 _HARDLY_MORE = 1.05  # bytes than the leanest
 _AS_FAST, _AS_LEAN = 1e-4, 1e-2  # by as much may plans differ that are taken for one
