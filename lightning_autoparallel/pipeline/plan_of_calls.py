@@ -63,18 +63,21 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
     context, found = engine.context, engine.context.found
     error: Exception | None = None
     try:
+        names = names_by_id(engine.module)
         moving = followers(engine.module, engine.optimizers())
-        state = optimizer_state(engine.optimizers(), {**names_by_id(engine.module), **engine.stand_ins()})
+        state = optimizer_state(engine.optimizers(), {**names, **engine.stand_ins()})
+        # A step may have given a parameter another name, under which calls read it since.
+        layouts = {names[id(engine.module.get_parameter(name))]: layout for name, layout in engine.layouts.items()}
         joined = join_calls("training_step", calls)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     try:
         context.control.raise_together(error)
         read = {item.name for item in joined.inputs if item.kind == "parameter"}
-        unread = {name: layout for name, layout in engine.layouts.items() if name not in read}
+        unread = {name: layout for name, layout in layouts.items() if name not in read}
         found.missing_bytes = _bytes_of(engine, unread, state[0])
         rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
-        find_plan_of(joined, context, step_forecast, moving, engine.layouts, state)
+        find_plan_of(joined, context, step_forecast, moving, layouts, state)
         assert found.spec is not None
         found.spec = replace(found.spec, rules=(*found.spec.rules, *rules))
     except AutoParallelError as refusal:  # the training goes on as it began
