@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or module == _METADATA or (module, name) in _NAMED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # with it Python 3.11.0 to 3.11.3 name a member of an enum
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
+
+
+def _member(kind: Any, name: Any) -> enum.Enum:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{name!r} of {kind!r} does not belong into a checkpoint's .metadata")
+    return kind.__members__[name]
 
 
 class _SafeMetadata(FileSystemReader):
