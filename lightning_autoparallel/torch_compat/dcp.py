@@ -34,9 +34,10 @@ _NAMED = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or module == _METADATA or (module, name) in _NAMED:
+        is_own = module == _METADATA and "." not in name  # a dotted name would lead into what that module imports
+        if is_dtype or is_own or (module, name) in _NAMED:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # with it Python 3.11.0 to 3.11.3 name a member of an enum
+        if (module, name) == ("builtins", "getattr"):  # with it early Pythons 3.11 name a member of an enum
             return _member
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
 

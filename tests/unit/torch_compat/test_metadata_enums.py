@@ -1,4 +1,4 @@
-"""Members of enums in a checkpoint's metadata, as early releases of Python 3.11 write them."""
+"""Members of enums in a checkpoint's metadata, as early releases of Python 3.11 (3.11.2 for one) write them."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def test_a_member_is_read() -> None:
 def test_no_other_attribute_is(owner: Any, name: str) -> None:
     with pytest.raises(pickle.UnpicklingError, match=f"'{name}' of .* does not belong into"):
         loaded(owner, name)
+
+
+def test_what_the_module_of_metadata_imports_is_refused() -> None:
+    named = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93."
+    with pytest.raises(pickle.UnpicklingError, match=r"metadata\.os\.system does not belong into"):
+        _MetadataUnpickler(io.BytesIO(named)).load()
