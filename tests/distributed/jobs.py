@@ -150,7 +150,7 @@ def make_strategy(mesh: Mapping[str, int], options: Mapping[str, Any]) -> AutoPa
 
 
 def make_trainer(strategy: AutoParallelStrategy | None, devices: int, **options: Any) -> Trainer:
-    """A CPU Trainer without bars and checkpoints."""
+    """A Trainer on CPUs, unless told, without bars and checkpoints."""
     chosen = {} if strategy is None else {"strategy": strategy}
     defaults = {
         "max_epochs": 1,
@@ -162,11 +162,10 @@ def make_trainer(strategy: AutoParallelStrategy | None, devices: int, **options:
         "default_root_dir": tempfile.gettempdir(),
     }
     return Trainer(
-        accelerator="cpu",
         devices=devices,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{**defaults, **chosen, **options},
+        **{"accelerator": "cpu", **defaults, **chosen, **options},
     )
 
 

@@ -30,7 +30,8 @@ LaunchPair = tuple[dict[str, int], dict[str, int]]  # measured, predicted
 class Case:
     """One training to compare; `mesh` sizes multiply to the world.
 
-    `plan` is a plan's name, or one of `tests.numerics.rules.BASES`; `clip` a norm that gradients are scaled down to.
+    `plan` is a plan's name, or one of `tests.numerics.rules.BASES`; `clip` a norm that gradients are scaled down to;
+    `accelerator` the Trainer's, with and without us.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Case:
     clip: float | None = None
     precision: str = "32-true"
     loss_chunks: int | str = "auto"
+    accelerator: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -62,6 +64,7 @@ class Case:
         parts += [] if self.clip is None else ["clipped"]
         parts += [] if self.precision == "32-true" else [self.precision]
         parts += [] if self.loss_chunks == "auto" else [f"chunks{self.loss_chunks}"]
+        parts += [] if self.accelerator == "cpu" else [self.accelerator]
         return "-".join(parts)
 
 
@@ -163,6 +166,7 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
         precision=case.precision,
+        accelerator=case.accelerator,
     )
     trainer.fit(module)
     return Outcome(
@@ -191,25 +195,24 @@ def _reported(strategy: Any) -> dict[str, int]:
 
 
 def quiet_trainer(devices: int, strategy: Any, callbacks: list[Callback], **options: Any) -> Trainer:
-    """A CPU Trainer without logs, bars and checkpoints: one epoch over what the loaders hold."""
+    """A Trainer on CPUs, unless told, without logs, bars and checkpoints: one epoch over what the loaders hold."""
     chosen: Mapping[str, Any] = {} if strategy is None else {"strategy": strategy}
     defaults = {"max_epochs": 1, "num_sanity_val_steps": 0, "logger": False, "enable_checkpointing": False}
     return Trainer(
-        accelerator="cpu",
         devices=devices,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=tempfile.gettempdir(),
         callbacks=callbacks,
-        **{**defaults, **chosen, **options},
+        **{"accelerator": "cpu", **defaults, **chosen, **options},
     )
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, of a DTensor gathered from all ranks."""
+    """The whole tensor on the host, of a DTensor gathered from all ranks."""
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return value.detach().clone()
+    return value.detach().cpu().clone()
 
 
 def run_rank(case: Case) -> Outcome:

@@ -1,4 +1,4 @@
-"""Gloo worlds of real processes, started once per size and shared by all tests of a run."""
+"""Worlds of real processes, started once per size and shared by all tests of a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class WorldError(AssertionError):
 
 
 class World:
-    """`size` processes with a default gloo process group; `run` calls one function on all of them.
+    """`size` processes with a default process group of `backend`; `run` calls one function on all of them.
 
     Functions must be importable by name; arguments and results are pickled.
     """
 
-    def __init__(self, size: int, imported_once: Sequence[str] = IMPORTED_ONCE) -> None:
+    def __init__(self, size: int, imported_once: Sequence[str] = IMPORTED_ONCE, backend: str = "gloo") -> None:
         self.size = size
         self.jobs = 0
         context = get_context("forkserver")
@@ -42,7 +42,7 @@ class World:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, backend), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -141,7 +141,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -160,7 +160,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     with one_gloo_thread():
-        dist.init_process_group("gloo", rank=rank, world_size=size)
+        dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
