@@ -14,14 +14,17 @@ from tests.support.worlds import Worlds
 # Their files share worlds, one of each size to a folder; the ranks of both leave few cores idle.
 WORLDS = ("tests/distributed", "tests/numerics", "tests/semantics")
 STARTS_ITS_OWN = "tests/distributed/test_launch.py"
+ON_A_GPU = "tests/gpu"  # every process has a world of one, and most of a test is compiling
 
 
 class WorldsTogether(LoadScopeScheduling):
-    """Sends tests to processes by file, and those that run in worlds by folder."""
+    """Sends tests to processes by file, those that run in worlds by folder, and those on a GPU one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         folder = file.rpartition("/")[0]
+        if folder == ON_A_GPU:
+            return nodeid
         return folder if folder in WORLDS and file != STARTS_ITS_OWN else file
 
 
