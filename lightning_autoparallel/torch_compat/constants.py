@@ -14,6 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_autoparallel.torch_compat.generators import generator_states, restore_generators
+
 _ATTRIBUTE = "_known_constant"
 _LARGEST = 2**22  # elements; nothing larger is worth computing twice
 _READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
@@ -131,10 +133,9 @@ class KnownConstants:
             return _value(leaf) if isinstance(leaf, Tensor) else leaf
 
         with _disable_current_modes(), torch.no_grad():
-            state = torch.get_rng_state()
+            states = generator_states()
             result = function(*tree_map(real, args), **tree_map(real, kwargs))
-            if not torch.equal(state, torch.get_rng_state()):
-                torch.set_rng_state(state)
+            if restore_generators(states):  # it was drawn: another step draws another
                 return None
         return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
 
