@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lightning_autoparallel.torch_compat.compiled_on_disk import kept_on_disk
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -74,6 +75,7 @@ def compile_graph(
             decomposed = make_fx(fx.Interpreter(graph_module).run, decomposition_table=select_decomp_table())(*traced)
         send_bools_as_bytes(decomposed)
         stack.enter_context(inductor_config.patch(_SETTINGS))
+        stack.enter_context(kept_on_disk(fake_mode))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 

@@ -17,7 +17,17 @@ from typing import Any
 # Seeding is how a test repeats itself, so its variables are put back without a word.
 RESTORED_QUIETLY = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 # Set once per process by pytest and by compilers, for their own children.
-IGNORED_VARIABLES = ("PYTEST_", "KMP_", "OMP_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_", "TF_", "TOKENIZERS_")
+IGNORED_VARIABLES = (
+    "PYTEST_",
+    "KMP_",
+    "OMP_",
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "TORCH_COMPILE_",
+    "TRITON_",
+    "TF_",
+    "TOKENIZERS_",
+)
 # Compilers keep executors for the life of the process; the interpreter joins their workers at exit.
 IGNORED_THREADS = ("ThreadPoolExecutor", "pytest_timeout")
 THREAD_GRACE_S = 1.0
