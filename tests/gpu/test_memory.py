@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel.models import Llama3Module
@@ -17,20 +18,22 @@ OVERRIDES = {"dim": 1024, "n_layers": 6, "n_heads": 16, "n_kv_heads": 8, "vocab_
 
 
 class Peak(Callback):
-    """Bytes alive before the last step, and the most during it."""
+    """Bytes of shards and optimizer state, and the most that was alive during the last step."""
 
-    before = peak = 0
+    kept = peak = 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         torch.cuda.reset_peak_memory_stats()
-        self.before = torch.cuda.memory_allocated()
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        self.kept = torch.cuda.memory_allocated() - sum(gradient.nbytes for gradient in local)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.peak = torch.cuda.max_memory_allocated()
 
 
-def measured(compiled: bool, checkpointing: str | None) -> tuple[int, int, int]:
-    """Bytes of shards and optimizer state, the measured peak, and what was predicted besides shards and state."""
+def measured(compiled: bool, checkpointing: str) -> tuple[int, int]:
+    """Bytes that the last step had at its peak besides shards and optimizer state, and those that were predicted."""
     torch.manual_seed(0)
     module = Llama3Module(size="debug", overrides=OVERRIDES)
     strategy = make_strategy({"dp_shard": 1}, {"compile": compiled, "activation_checkpointing": checkpointing})
@@ -44,13 +47,15 @@ def measured(compiled: bool, checkpointing: str | None) -> tuple[int, int, int]:
     )
     predicted = strategy.reports["training_step"].predicted_peak_bytes
     assert predicted is not None
-    return peak.before, peak.peak, predicted
+    return peak.peak - peak.kept, predicted
 
 
-@pytest.mark.parametrize("checkpointing", [None, "selective", "full"], ids=str)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
-def test_peaks_are_as_predicted(compiled: bool, checkpointing: str | None, accelerator: str, gpu_world):
+def test_peaks_are_as_predicted(compiled: bool, checkpointing: str, accelerator: str, gpu_world):
     if accelerator == "cpu":
         pytest.skip("only CUDA's allocator counts")
-    before, peak, predicted = gpu_world().run(measured, compiled, checkpointing)[0]
-    assert peak - before == pytest.approx(predicted, rel=0.1), f"{before=} {peak=} {predicted=}"
+    peak, predicted = gpu_world().run(measured, compiled, checkpointing)[0]
+    # Compiled, the head's casts are fused into what reads them: some of the copies that are predicted never exist.
+    least, most = (0.8, 1.02) if compiled else (0.97, 1.03)
+    assert least * predicted <= peak <= most * predicted, f"{peak=} {predicted=}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.numerics.compare import check_outcomes
+from tests.numerics.compare import case_of, check_outcomes
 from tests.numerics.training import Case, Outcome, run_case, run_rank
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def check(case: Case, gpu_world) -> Outcome:
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
 @pytest.mark.parametrize("model", MODELS)
 def test_training_equals_eager(model: str, compiled: bool, accelerator: str, gpu_world):
-    check(Case(model=model, mesh=MESH, compile=compiled, accelerator=accelerator), gpu_world)
+    check(case_of(model, mesh=MESH, compile=compiled, accelerator=accelerator), gpu_world)
 
 
 @pytest.mark.parametrize("plan", ["auto", "ddp"])

@@ -72,6 +72,8 @@ def timed_only(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     plugins = given["plugins"] or []
     plugins = plugins if isinstance(plugins, list) else [plugins]
     # A schedule may reach to max_steps: it is only ever raised. With it, epochs are repeated as long as needed.
+    # Lightning's strategies shuffle anew for a single process too, which then reads other rows than one device.
+    order = {"use_distributed_sampler": False} if job.processes == 1 else {}
     ends = {} if given["max_steps"] < 0 else {"max_steps": max(given["max_steps"], batches), "max_epochs": -1}
     return {
         "devices": job.processes,
@@ -89,6 +91,7 @@ def timed_only(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        **order,
         **ends,
     }
 

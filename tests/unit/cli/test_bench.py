@@ -383,3 +383,10 @@ def test_two_processes_compute_the_same_and_launch_what_is_known(against, tmp_pa
     assert ours_["median"]["launches"] == 2 + ours_["measured"][0]["planned_launches"] > 2
     assert all(one["median"]["peak_bytes"] > 0 for one in figures["contenders"])
     assert "cpu over gloo" in capsys.readouterr().out
+
+
+def test_a_single_process_reads_the_rows_of_one_device():
+    job = Job(config={}, contender=ours(), processes=1, warmup=2, steps=5)
+    given = {"plugins": None, "max_steps": 200}
+    assert timed_only(given, job)["use_distributed_sampler"] is False
+    assert "use_distributed_sampler" not in timed_only(given, replace(job, processes=2))
