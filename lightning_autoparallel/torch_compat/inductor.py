@@ -23,6 +23,11 @@ from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+# What Inductor's decompositions make of a transposed tensor may be laid out otherwise than what was captured.
+_RESHAPES = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
+)
+
 _SETTINGS = {
     # The pass that gives random operators kernels of Inductor's own runs before this entry; torch's are kept, which
     # draw what the interpreted graph draws.
@@ -72,12 +77,19 @@ def compile_graph(
         stack.enter_context(tracing(TracingContext(fake_mode)))
         strides = stack.enter_context(TracingContext.report_output_strides())
         with fx_traceback.preserve_node_meta():
-            decomposed = make_fx(fx.Interpreter(graph_module).run, decomposition_table=select_decomp_table())(*traced)
+            decomposed = make_fx(_Reshaping(graph_module).run, decomposition_table=select_decomp_table())(*traced)
         send_bools_as_bytes(decomposed)
         stack.enter_context(inductor_config.patch(_SETTINGS))
         stack.enter_context(kept_on_disk(fake_mode))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
+
+
+class _Reshaping(fx.Interpreter):
+    """Runs a graph whose views may meet other strides than it was captured with: they copy where they must."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_RESHAPES.get(target, target), args, kwargs)
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
