@@ -43,6 +43,7 @@ from lightning_autoparallel.passes import (
     split_passes,
 )
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.compiled_once import compiling_turn
 from lightning_autoparallel.pipeline.fastest_plan import Forecast, RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.partitioning import Partitioning
@@ -251,12 +252,16 @@ def _lowered(
     partitioned: PartitionedGraph, context: StageContext, compiles: bool
 ) -> tuple[GraphCallable, GraphCallable | None]:
     """The callables of both halves; where one rank's compiler fails, no rank goes on to wait for it."""
-    error: Exception | None = None
-    try:
-        lowered = lower_partitioned(partitioned, compiles)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
+    own, turns = compiling_turn(partitioned, context.control) if compiles else (0, 1)
+    lowered: tuple[GraphCallable, GraphCallable | None] | None = None
+    for turn in range(turns):
+        error: Exception | None = None
+        try:
+            lowered = lower_partitioned(partitioned, compiles) if turn == own else lowered
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        context.control.raise_together(error)
+    assert lowered is not None
     return lowered
 
 

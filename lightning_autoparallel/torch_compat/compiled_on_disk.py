@@ -3,37 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch._inductor import config as inductor_config
-from torch._inductor.codecache import FxGraphHashDetails
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from lightning_autoparallel.torch_compat import rank_operators
+
 
 @contextlib.contextmanager
-def kept_on_disk(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+def kept_on_disk(fake_mode: FakeTensorMode | None, on_cpu: bool) -> Iterator[None]:
     """What Inductor compiles inside is found again by later processes, where the user's settings of its cache allow.
 
-    It keeps a graph only where it can ask its fake mode for guards on sizes, of which ours have none. Torch versions
-    whose cache leaves out what code depends on, the number of threads and the default dtype, are told the one and not
-    asked where the other is unusual.
+    It keeps a graph only where it can ask its fake mode for guards on sizes, of which ours have none. ``on_cpu`` says
+    that the graph has tensors there.
     """
     if fake_mode is None or fake_mode.shape_env is not None:
         yield
         return
     fake_mode.shape_env = ShapeEnv()
     try:
-        with inductor_config.patch(_told_to_older_caches()):
+        with torch.compiler.config.patch(cache_key_tag=_key_tag(on_cpu)):  # type: ignore[attr-defined]
             yield
     finally:
         fake_mode.shape_env = None
 
 
-def _told_to_older_caches() -> dict[str, Any]:
-    if hasattr(FxGraphHashDetails, "_may_generate_cpu_cpp_code"):
-        return {}
-    usual = torch.get_default_dtype() is torch.float32
-    return {"cpp.threads": torch.get_num_threads(), "fx_graph_cache": inductor_config.fx_graph_cache and usual}
+def cache_folder() -> str | None:
+    """Where graphs are kept; None where the user keeps none."""
+    kept = inductor_config.fx_graph_cache and not inductor_config.force_disable_caches
+    return cache_dir() if kept else None
+
+
+def _key_tag(on_cpu: bool) -> str:
+    """What compiled code depends on and the key of the cache, in this or another version of torch, leaves out.
+
+    The user's own tag goes before it. Code for the CPU is written for its widest vectors, by name: on another CPU it
+    would compute nonsense.
+    """
+    known = [torch.compiler.config.cache_key_tag, str(torch.get_default_dtype()), _own_operators()]
+    return " ".join([*known, str(pick_vec_isa()), str(torch.get_num_threads())] if on_cpu else known)
+
+
+@cache
+def _own_operators() -> str:
+    return hashlib.blake2b(Path(rank_operators.__file__).read_bytes(), digest_size=8).hexdigest()

@@ -80,7 +80,8 @@ def compile_graph(
             decomposed = make_fx(_Reshaping(graph_module).run, decomposition_table=select_decomp_table())(*traced)
         send_bools_as_bytes(decomposed)
         stack.enter_context(inductor_config.patch(_SETTINGS))
-        stack.enter_context(kept_on_disk(fake_mode))
+        on_cpu = any(example.device.type == "cpu" for example in examples)
+        stack.enter_context(kept_on_disk(fake_mode, on_cpu))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 

@@ -33,17 +33,18 @@ class Drawing(Net):
         self.noise.append(outputs["noise"].cpu())
 
 
-def drawn(compiled: bool, accelerator: str) -> list[Tensor]:
-    """The noise of each step."""
+def drawn(compiled: bool, accelerator: str) -> tuple[list[Tensor], dict[str, str]]:
+    """The noise of each step, and how steps ran."""
     torch.manual_seed(0)
-    module = Drawing()
+    module, strategy = Drawing(), make_strategy({"dp_shard": 1}, {"compile": compiled})
     module.train_dataloader = lambda: module.loader(0, 1)
-    make_trainer(make_strategy({"dp_shard": 1}, {"compile": compiled}), 1, accelerator=accelerator).fit(module)
-    return module.noise
+    make_trainer(strategy, 1, accelerator=accelerator).fit(module)
+    return module.noise, strategy.modes
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
 def test_noise_is_new_at_every_step(compiled: bool, accelerator: str, gpu_world):
-    noise = gpu_world().run(drawn, compiled, accelerator)[0]
+    noise, modes = gpu_world().run(drawn, compiled, accelerator)[0]
+    assert modes == {"training_step": "step"}
     assert len(noise) == STEPS
     assert len({tuple(values.tolist()) for values in noise}) == STEPS

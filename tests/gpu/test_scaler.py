@@ -40,7 +40,9 @@ def scaled(ours: bool, compiled: bool, accelerator: str) -> dict[str, Any]:
     trainer = make_trainer(strategy, 1, accelerator=accelerator, precision="16-mixed")
     trainer.fit(module)
     weights = {name: full(parameter) for name, parameter in module.named_parameters()}
-    return {"weights": weights, "scale": trainer.precision_plugin.scaler.get_scale(), "moved": moved}
+    modes = strategy.modes if strategy is not None else {}
+    scale = trainer.precision_plugin.scaler.get_scale()
+    return {"weights": weights, "scale": scale, "moved": moved, "modes": modes}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
@@ -49,6 +51,7 @@ def test_an_overflow_is_skipped(compiled: bool, accelerator: str, gpu_world):
         pytest.skip("Lightning scales on GPUs only")
     ours = gpu_world().run(scaled, True, compiled, accelerator)[0]
     theirs = gpu_world().run(scaled, False, False, accelerator)[0]
+    assert ours["modes"] == {"training_step": "step"}
     assert ours["moved"] == theirs["moved"] == [index != 2 for index in range(STEPS)]
     assert ours["scale"] == theirs["scale"]
     torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=2e-3)

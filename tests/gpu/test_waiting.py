@@ -1,4 +1,4 @@
-"""A step on a GPU neither waits for the device nor copies from pageable memory: torch says so where one does."""
+"""From a batch's arrival on a GPU to the step's end nothing waits for the device that does not without us."""
 
 from __future__ import annotations
 
@@ -58,22 +58,30 @@ class Watched(Callback):
             self.waits += [f"batch {batch_idx}: {w.filename}:{w.lineno}: {w.message}" for w in found]
 
 
-def watched(ours: bool, compiled: bool) -> list[str]:
-    """The waits of a training's later steps."""
+class Waiting(Logging):
+    """Reads its loss on the host at every step."""
+
+    def on_before_backward(self, loss):
+        float(loss)
+
+
+def watched(kind: type[Net], ours: bool, compiled: bool) -> tuple[list[str], dict[str, str]]:
+    """The waits of a training's later steps, and how its steps ran."""
     torch.manual_seed(0)
-    module, watch = Logging(), Watched()
+    module, watch = kind(), Watched()
     strategy = make_strategy({"dp_shard": 1}, {"compile": compiled}) if ours else None
     module.train_dataloader = lambda: module.loader(0, 1)
-    make_trainer(strategy, 1, accelerator="gpu", gradient_clip_val=0.5, log_every_n_steps=1000, callbacks=[watch]).fit(
-        module
-    )
-    return watch.waits
+    options = {"accelerator": "gpu", "gradient_clip_val": 0.5, "log_every_n_steps": 1000, "callbacks": [watch]}
+    make_trainer(strategy, 1, **options).fit(module)
+    return watch.waits, strategy.modes if strategy is not None else {}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
 def test_no_step_waits_for_the_device(compiled: bool, accelerator: str, gpu_world):
     if accelerator == "cpu":
         pytest.skip("a CPU waits for nothing")
-    theirs = set(gpu_world().run(watched, False, False)[0])
-    ours = gpu_world().run(watched, True, compiled)[0]
-    assert [wait for wait in ours if wait not in theirs] == []
+    theirs, _ = gpu_world().run(watched, Logging, False, False)[0]
+    ours, modes = gpu_world().run(watched, Logging, True, compiled)[0]
+    assert modes == {"training_step": "step"}
+    assert [wait for wait in ours if wait not in theirs] == [] and len(ours) <= len(theirs)
+    assert len(gpu_world().run(watched, Waiting, True, compiled)[0][0]) >= STEPS - WARM  # it would have been seen

@@ -67,6 +67,7 @@ def check_outcomes(case: Case, outcomes: list[Outcome], alone: Callable[[Case], 
         assert other.metrics == first.metrics
         assert other.losses == first.losses
     for outcome in outcomes:
+        assert set(outcome.modes.values()) == {"step"}, outcome.modes
         assert outcome.measured == outcome.predicted
         assert len(outcome.steps) == case.steps
         assert len(outcome.validation_steps) == (0 if case.model in WITHOUT_VALIDATION else 2)

@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Outcome:
 
     `clipping` counts what clipping launches, by optimizer step. `steps` are the measured launches of every training
     step, with those in its graphs; `validation_steps` of every validation step. `heads` is what became of the losses'
-    heads, as reported.
+    heads, as reported; `modes` how each step ran.
     """
 
     losses: list[float]
@@ -87,6 +87,7 @@ class Outcome:
     steps: list[LaunchPair]
     validation_steps: list[LaunchPair]
     heads: list[str]
+    modes: dict[str, str] = field(default_factory=dict)
 
 
 class _LaunchesBySteps(Callback):
@@ -180,6 +181,7 @@ def run_case(case: Case, strategy: AutoParallelStrategy | None) -> Outcome:
         steps=by_steps.training,
         validation_steps=by_steps.validation,
         heads=_heads(strategy) if strategy is not None else [],
+        modes=strategy.modes if strategy is not None else {},
     )
 
 

@@ -12,6 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lightning_autoparallel.torch_compat import compiled_on_disk
 from lightning_autoparallel.torch_compat.inductor import LoweredGraph, compile_graph
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode, fake_mode_of, fake_tracing
 
@@ -69,6 +70,22 @@ def test_another_number_of_threads_is_another_graph():
     finally:
         torch.set_num_threads(threads)
     assert found == [0, 1]
+
+
+def test_code_for_other_vectors_is_another_graph(monkeypatch):
+    """It would be built with headers for this CPU, and write beyond what it reads."""
+    compiled(lambda x: torch.sin(x) * 2)
+    monkeypatch.setattr(compiled_on_disk, "pick_vec_isa", lambda: "of another CPU")
+    _, *found = compiled(lambda x: torch.sin(x) * 2)
+    assert found == [0, 1]
+
+
+def test_a_users_tag_is_kept():
+    compiled(lambda x: torch.sin(x) * 2)
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        _, *found = compiled(lambda x: torch.sin(x) * 2)
+        assert found == [0, 1]
+    assert compiled(lambda x: torch.sin(x) * 2)[1:] == (1, 0)
 
 
 def test_a_user_can_switch_it_off():
