@@ -73,8 +73,10 @@ def test_masks_are_new_and_at_their_rate(compiled: bool, accelerator: str, gpu_w
     for step, (values, heads, gradient) in enumerate(zip(kept, attended, gradients, strict=True)):
         assert (values == 0).float().mean().item() == pytest.approx(RATE, abs=0.02), step
         torch.testing.assert_close(values[values != 0], torch.full_like(values[values != 0], 1 / (1 - RATE)))
-        torch.testing.assert_close(gradient, values.sum((0, 1)))  # the backward's mask is the forward's
-        assert heads.mean().item() == pytest.approx(1.0, abs=0.02), step  # kept weights are scaled up
+        torch.testing.assert_close(
+            gradient, values.sum((0, 1)), rtol=1e-5, atol=0
+        )  # the backward's mask is the forward's
+        assert heads.mean().item() == pytest.approx(1.0, abs=0.06), step  # kept weights are scaled up: five deviations
         assert heads.std().item() > 0.01, step  # of ones, attention without dropout gives ones
     for seen in (kept, attended):
         assert all(not torch.equal(one, other) for one, other in itertools.pairwise(seen))
