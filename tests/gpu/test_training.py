@@ -17,7 +17,7 @@ MODELS = (
     "llama3",
     "hf_llama",
     "hf_gpt2",
-    "transformer",
+    "transformer32",
     "attention",
     "convnet",
     "tied",
