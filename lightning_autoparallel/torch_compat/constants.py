@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_autoparallel.torch_compat.generators import generator_states, restore_generators
@@ -134,10 +134,29 @@ class KnownConstants:
 
         with _disable_current_modes(), torch.no_grad():
             states = generator_states()
-            result = function(*tree_map(real, args), **tree_map(real, kwargs))
-            if restore_generators(states):  # it was drawn: another step draws another
+            try:
+                with _DrawsNothing():
+                    result = function(*tree_map(real, args), **tree_map(real, kwargs))
+            except _Drawn:
+                return None
+            if restore_generators(states):  # by code that no mode sees
                 return None
         return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+class _Drawn(Exception):
+    """What was to be computed is drawn: another step draws another."""
+
+
+class _DrawsNothing(TorchDispatchMode):
+    """Stops before an operator draws."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Drawn
+        return func(*args, **(kwargs or {}))
 
 
 def _selects(item: Any) -> bool:
