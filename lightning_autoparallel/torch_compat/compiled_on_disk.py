@@ -37,9 +37,13 @@ def kept_on_disk(fake_mode: FakeTensorMode | None, on_cpu: bool) -> Iterator[Non
 
 
 def cache_folder() -> str | None:
-    """Where graphs are kept; None where the user keeps none."""
-    kept = inductor_config.fx_graph_cache and not inductor_config.force_disable_caches
-    return cache_dir() if kept else None
+    """Where graphs are kept; None where the user keeps none, or the folder cannot be made: compiling says why."""
+    if not inductor_config.fx_graph_cache or inductor_config.force_disable_caches:
+        return None
+    try:
+        return cache_dir()
+    except OSError:
+        return None
 
 
 def _key_tag(on_cpu: bool) -> str:

@@ -93,3 +93,14 @@ def test_a_user_can_switch_it_off():
         for _ in range(2):
             _, *found = compiled(lambda x: torch.sin(x) * 2)
             assert found == [0, 0]
+
+
+def test_a_folder_that_cannot_be_made_is_none(monkeypatch):
+    def fails() -> str:
+        raise PermissionError("read-only")
+
+    assert compiled_on_disk.cache_folder() is not None
+    with inductor_config.patch(fx_graph_cache=False):
+        assert compiled_on_disk.cache_folder() is None
+    monkeypatch.setattr(compiled_on_disk, "cache_dir", fails)
+    assert compiled_on_disk.cache_folder() is None
