@@ -19,10 +19,11 @@ def compiling_turn(partitioned: PartitionedGraph, control: ControlGroup) -> tupl
 
     Where two keys are equal by mistake the later rank compiles its own graphs, only later.
     """
+    if control.group is None:
+        return 0, 1
     keys = control.gather(_key(partitioned))
     follows = [key is not None and key in keys[:rank] for rank, key in enumerate(keys)]
-    own = dist.get_rank() if len(keys) > 1 else 0
-    return int(follows[own]), 1 + any(follows)
+    return int(follows[dist.get_rank()]), 1 + any(follows)
 
 
 def _key(partitioned: PartitionedGraph) -> tuple[str, ...] | None:

@@ -35,7 +35,7 @@ _Figures = tuple[float, ...]  # microseconds of a plan, then its bytes in each l
 def other_plans(
     choices: AxisChoices, problem: Problem, best: Sequence[int], fastest: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The alternative of every choice in other plans, the best first: ``MOST`` of them, one of a large graph.
+    """The alternative of every choice in other plans, the best first: ``MOST`` of them, fewer of a large graph.
 
     ``fastest`` by the objective is among them, where ``best`` is a leaner one that is hardly slower by it. Where that
     does not fit, nor anything else, others may take hardly more: what a rank needs is known behind the passes.

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch._inductor import config as inductor_config
@@ -25,15 +26,10 @@ def kept_on_disk(fake_mode: FakeTensorMode | None, on_cpu: bool) -> Iterator[Non
     It keeps a graph only where it can ask its fake mode for guards on sizes, of which ours have none. ``on_cpu`` says
     that the graph has tensors there.
     """
-    if fake_mode is None or fake_mode.shape_env is not None:
+    lacks_shapes = fake_mode is not None and fake_mode.shape_env is None
+    shapes = mock.patch.object(fake_mode, "shape_env", ShapeEnv()) if lacks_shapes else contextlib.nullcontext()
+    with torch.compiler.config.patch(cache_key_tag=_key_tag(on_cpu)), shapes:  # type: ignore[attr-defined]
         yield
-        return
-    fake_mode.shape_env = ShapeEnv()
-    try:
-        with torch.compiler.config.patch(cache_key_tag=_key_tag(on_cpu)):  # type: ignore[attr-defined]
-            yield
-    finally:
-        fake_mode.shape_env = None
 
 
 def cache_folder() -> str | None:

@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from lightning_autoparallel.torch_compat.compiled_on_disk import kept_on_disk
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
@@ -80,8 +81,7 @@ def compile_graph(
             decomposed = make_fx(_Reshaping(graph_module).run, decomposition_table=select_decomp_table())(*traced)
         send_bools_as_bytes(decomposed)
         stack.enter_context(inductor_config.patch(_SETTINGS))
-        on_cpu = any(example.device.type == "cpu" for example in examples)
-        stack.enter_context(kept_on_disk(fake_mode, on_cpu))
+        stack.enter_context(kept_on_disk(fake_mode, _has_cpu_tensors(decomposed.graph)))
         compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
@@ -149,6 +149,11 @@ def _example(node: fx.Node, input_strides: Mapping[str, tuple[int, ...]]) -> Ten
     strides = input_strides.get(node.name, value.stride())
     with fake_mode_of(value):
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+
+
+def _has_cpu_tensors(graph: fx.Graph) -> bool:
+    values = tree_leaves([node.meta.get("val") for node in graph.nodes])
+    return any(isinstance(value, Tensor) and value.device.type == "cpu" for value in values)
 
 
 def _boxed(compiled: Any) -> Callable[..., Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor.utils import fresh_cache
 
-from lightning_autoparallel.pipeline import compiled_once
+from lightning_autoparallel.pipeline import compiled_once, stages
 from tests.distributed.jobs import Net, Outcome, train
 from tests.support.worlds import Worlds
 
@@ -32,21 +32,30 @@ class Compiled(Plain):
         return self.trainer.strategy.modes
 
 
-def failing_on(rank: int) -> Outcome:
-    """Train where the compiler of one rank fails."""
+def failing_on(rank: int, cache: str) -> tuple[Outcome, list[tuple[int, int]]]:
+    """Train where the compiler of one rank fails; with the turn of each compilation, and how many turns it had."""
+    turns = []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no space left")
 
-    with pytest.MonkeyPatch.context() as patched, fresh_cache():
+    def noted(*args: Any) -> tuple[int, int]:
+        turns.append(compiled_once.compiling_turn(*args))
+        return turns[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        patched.setattr(stages, "compiling_turn", noted)
         if dist.get_rank() == rank:
             patched.setattr(COMPILE, fails)
-        return train(Compiled, {"dp_shard": 2})
+        return train(Compiled, {"dp_shard": 2}), turns
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["the first", "one that waits"])
-def test_a_rank_whose_compiler_fails(rank: int, worlds: Worlds):
-    ours = worlds(2).run(failing_on, rank)
+def test_a_rank_whose_compiler_fails(rank: int, worlds: Worlds, tmp_path: Path):
+    results = worlds(2).run(failing_on, rank, str(tmp_path))
+    assert [turns[0] for _, turns in results] == [(0, 2), (1, 2)]
+    ours = [outcome for outcome, _ in results]
     said = [warning for outcome in ours for warning in outcome.warnings if "runs in forward mode" in warning]
     alone = train(Plain, None)
     for outcome in ours:
@@ -57,6 +66,8 @@ def test_a_rank_whose_compiler_fails(rank: int, worlds: Worlds):
 
 class Told:
     """A control group of ranks with given keys."""
+
+    group = "another rank's too"
 
     def __init__(self, keys: list[Any]) -> None:
         self.keys = keys

@@ -25,8 +25,7 @@ class Module(LightningModule):
         self.net = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch).square().mean()
-        return loss
+        return self.net(batch).square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch).square().mean(), sync_dist=True)

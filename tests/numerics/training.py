@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class Outcome:
     steps: list[LaunchPair]
     validation_steps: list[LaunchPair]
     heads: list[str]
-    modes: dict[str, str] = field(default_factory=dict)
+    modes: dict[str, str]
 
 
 class _LaunchesBySteps(Callback):

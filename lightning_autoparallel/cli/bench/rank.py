@@ -71,9 +71,9 @@ def timed_only(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     batches = job.warmup + job.steps + 1
     plugins = given["plugins"] or []
     plugins = plugins if isinstance(plugins, list) else [plugins]
-    # A schedule may reach to max_steps: it is only ever raised. With it, epochs are repeated as long as needed.
     # Lightning's strategies shuffle anew for a single process too, which then reads other rows than one device.
     order = {"use_distributed_sampler": False} if job.processes == 1 else {}
+    # A schedule may reach to max_steps: it is only ever raised. With it, epochs are repeated as long as needed.
     ends = {} if given["max_steps"] < 0 else {"max_steps": max(given["max_steps"], batches), "max_epochs": -1}
     return {
         "devices": job.processes,

@@ -107,13 +107,14 @@ def test_where_nothing_fits_others_take_hardly_more_than_the_leanest(fake_mesh, 
     """What is saved by the planner's reckoning may be less behind the passes: they are shown more than one."""
     monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
     monkeypatch.setattr(other_plans, "_HARDLY_MORE", 1.3)
+    monkeypatch.setattr(other_plans, "MOST", 4)  # or the leanest plan, by which the room is told, is not among them
     monkeypatch.setattr(memory_room, "_DEAR", 1e4)  # or a leaner one that is much slower is not the leanest
     mesh = fake_mesh(dp_shard=2, tp=2)
     graph = captured(Blocks(3, width=64, hidden=256), torch.randn(8, 4, 64), shards=4)
     saved = [node.name for node in graph.graph_module.graph.nodes if node.name.startswith("relu")]
     costs = costs_of(mesh, H100)
     find = partial(make_plans, graph, {"base": "auto"}, mesh, print, costs=costs, saved=saved)
-    room_bytes = min(plan.stays_bytes for plan in find()) * 0.5
+    room_bytes = min(plan.stays_bytes for plan in find()) * 0.54
     plans = find(room_bytes=room_bytes)
     leanest_bytes = plans[0].stays_bytes
     assert leanest_bytes > room_bytes

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_autoparallel.torch_compat import compiled_on_disk
+from lightning_autoparallel.torch_compat import compiled_on_disk, inductor
 from lightning_autoparallel.torch_compat.inductor import LoweredGraph, compile_graph
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode, fake_mode_of, fake_tracing
 
@@ -86,6 +89,23 @@ def test_a_users_tag_is_kept():
         _, *found = compiled(lambda x: torch.sin(x) * 2)
         assert found == [0, 1]
     assert compiled(lambda x: torch.sin(x) * 2)[1:] == (1, 0)
+
+
+def test_shapes_that_are_there_stay_and_the_key_knows_the_cpu():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    own = mode.shape_env
+    with compiled_on_disk.kept_on_disk(mode, on_cpu=True):
+        assert mode.shape_env is own
+        assert str(pick_vec_isa()) in torch.compiler.config.cache_key_tag
+    assert mode.shape_env is own and torch.compiler.config.cache_key_tag == ""
+
+
+def test_a_tensor_that_a_graph_makes_on_the_cpu_counts():
+    with fake_tracing():
+        makes = make_fx(lambda: (torch.ones(3),))()
+        takes = make_fx(lambda x: (x + 1,))(torch.empty(3, device="meta"))
+    assert inductor._has_cpu_tensors(makes.graph)
+    assert not inductor._has_cpu_tensors(takes.graph)
 
 
 def test_a_user_can_switch_it_off():
