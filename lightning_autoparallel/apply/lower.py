@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -79,7 +80,15 @@ class _Lowering:
         self._captured, self._plan, self._ordered = captured, plan, ordered
         nodes = list(captured.graph_module.graph.nodes)
         (output,) = [node for node in nodes if node.op == "output"]
-        self._results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        self._ends = [
+            (result, item, placed)
+            for result, item, placed in zip(results, captured.outputs, plan.outputs, strict=True)
+            if placed is not None
+        ]
+        self._leaving: dict[fx.Node, list[tuple[GraphOutput, Placements]]] = defaultdict(list)
+        for result, item, placed in self._ends:
+            self._leaving[result].append((item, placed))
         self.emitter = GraphEmitter(fake_mode_of(next(v for n in nodes for v in fxn.values(n) if v is not None)))
         self._placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
         self._averaged: dict[tuple[fx.Node, Placements], fx.Node] = {}
@@ -89,7 +98,7 @@ class _Lowering:
     def lower(self, node: fx.Node) -> None:
         """Emit one node of the captured graph, and the reductions of its value that leave the graph."""
         if node.op == "output":
-            self.emitter.graph.output([self._out(*end) for end in self._ends()])
+            self.emitter.graph.output([self._out(*end) for end in self._ends])
             return
         self.emitter.on_behalf_of(node)
         if node.op == "placeholder":
@@ -97,16 +106,8 @@ class _Lowering:
         else:
             self._lower_call(node)
         # A gradient is reduced as soon as it is there: its collective can run beside the rest of the backward.
-        for result, item, placed in self._ends():
-            if result is node:
-                self._out(node, item, placed)
-
-    def _ends(self) -> list[tuple[fx.Node, GraphOutput, Placements]]:
-        return [
-            (result, item, placed)
-            for result, item, placed in zip(self._results, self._captured.outputs, self._plan.outputs, strict=True)
-            if placed is not None
-        ]
+        for item, placed in self._leaving.get(node, ()):
+            self._out(node, item, placed)
 
     def _out(self, node: fx.Node, item: GraphOutput, placed: Placements) -> fx.Node:
         """A result where it leaves the graph: of a local program's gradients the mean over the batch shards."""

@@ -21,6 +21,7 @@ Inductor may fuse less (other iteration spaces, too many inputs) or more (into t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -202,6 +203,7 @@ def _size_bytes(node: fx.Node) -> int:
     return sum(fxn.size_bytes(value) for value in fxn.values(node) if value is not None)
 
 
+@cache
 def _packet_name(target: Any) -> str:
     """``mul`` of ``aten.mul.Tensor``."""
     return str(getattr(target, "overloadpacket", target)).rpartition(".")[2]

@@ -26,6 +26,8 @@ _KINDS = {
     collectives.BROADCAST: "broadcast",
     rank_operators.SHARD_PERMUTE: "permute",
 }
+# An operator's own hash is computed in Python, and this is asked of every call again and again.
+_KIND_BY_ID = {id(target): kind for target, kind in _KINDS.items()}
 _RANDOM_FACTORIES = {
     aten.rand.default,
     aten.randn.default,
@@ -77,7 +79,7 @@ def is_view_of_all(node: fx.Node) -> bool:
 
 def collective_kind(node: fx.Node) -> str | None:
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``permute``, or None."""
-    return _KINDS.get(node.target)  # type: ignore[call-overload]
+    return _KIND_BY_ID.get(id(node.target))
 
 
 def collective_role(node: fx.Node) -> str | None:
