@@ -33,7 +33,12 @@ class StepMemory:
     @property
     def largest(self) -> tuple[MemoryShare, ...]:
         """The three largest storages that are alive there."""
-        return tuple(sorted(self._fuller.contributors, key=lambda share: -share.size_bytes)[:3])
+        return tuple(sorted(self.contributors, key=lambda share: -share.size_bytes)[:3])
+
+    @property
+    def contributors(self) -> tuple[MemoryShare, ...]:
+        """What is alive there."""
+        return self._fuller.contributors
 
     @property
     def _fuller(self) -> MemoryTimeline:

@@ -56,8 +56,9 @@ class GraphStorages:
     def of(self, node: fx.Node) -> tuple[int, ...]:
         """Indices of the storages that the node's value keeps alive, each once."""
         held = self.held.get(node)
-        several = held if isinstance(held, tuple) else (held,)
-        return tuple(dict.fromkeys(index for index in several if index is not None))
+        if isinstance(held, tuple):
+            return tuple(dict.fromkeys(index for index in held if index is not None))
+        return () if held is None else (held,)
 
 
 def resolve_storages(graph: fx.Graph, same: Mapping[str, Storage] | None = None) -> GraphStorages:

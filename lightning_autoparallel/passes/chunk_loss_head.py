@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
 
-from lightning_autoparallel.contracts import GraphInput
+from lightning_autoparallel.contracts import GraphInput, MemoryShare
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.memory import StepMemory
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls, results_beside
@@ -35,7 +36,7 @@ from lightning_autoparallel.passes.loss_head.linearity import (
 
 aten = torch.ops.aten
 
-PeakOf = Callable[[fx.Graph], int]
+MemoryOf = Callable[[fx.Graph], StepMemory]
 
 _TRIED = 4  # products, the widest first
 _LOWER, _SLOWER = 0.95, 0.01  # of the peak, and of the time of a step's products
@@ -48,11 +49,11 @@ def chunk_loss_head(
     inputs: Sequence[GraphInput] = (),
     options: ChunkOptions | None = None,
     costs: CostModel | None = None,
-    peak_of: PeakOf | None = None,
+    memory_of: MemoryOf | None = None,
 ) -> tuple[str, ...]:
     """Compute heads of losses in chunks of their rows.
 
-    ``inputs`` are the graph's, ``peak_of`` predicts a graph's peak in bytes once it is partitioned. Without it, or
+    ``inputs`` are the graph's, ``memory_of`` predicts a graph's memory once it is partitioned. Without it, or
     ``costs``, only what ``options`` force is computed in chunks.
     """
     chunks = (options or ChunkOptions()).chunks
@@ -60,10 +61,10 @@ def chunk_loss_head(
     tangents = [node for node, item in zip(placeholders, inputs, strict=False) if item.kind == "tangent"]
     if chunks is not None:
         return _forced(graph, tangents, chunks)
-    if costs is None or peak_of is None:
+    if costs is None or memory_of is None:
         return ()
     try:
-        return _predicted(graph, tangents, costs, peak_of)
+        return _predicted(graph, tangents, costs, memory_of)
     except (UnsupportedOpError, ConfigError) as error:
         return (f"every head stays whole: {error}",)
 
@@ -81,12 +82,20 @@ def _forced(graph: fx.Graph, tangents: Collection[fx.Node], chunks: int) -> tupl
     return tuple(notes)
 
 
-def _predicted(graph: fx.Graph, tangents: Collection[fx.Node], costs: CostModel, peak_of: PeakOf) -> tuple[str, ...]:
+def _predicted(
+    graph: fx.Graph, tangents: Collection[fx.Node], costs: CostModel, memory_of: MemoryOf
+) -> tuple[str, ...]:
     """The heads that lower the peak by what is worth it, for hardly any time."""
-    heads = [name for name in _widest_products(graph, tangents) if _is_chunkable(graph, _named(graph, name))]
+    regions = {name: _region(graph, _named(graph, name)) for name in _widest_products(graph, tangents)}
+    heads = [name for name, region in regions.items() if region]
     if not heads:
         return ()
-    before, whole = peak_of(graph), _copied(graph)
+    memory = memory_of(graph)
+    before = memory.peak_bytes
+    at_peak = _bytes_of({name for region in regions.values() for name in region}, memory.contributors)
+    if before - at_peak > before * _LOWER:  # whatever else is alive there stays
+        return ()
+    whole = _copied(graph)
     budget_us = _SLOWER * products_time_us(graph, costs)
     chosen: dict[str, int] = {}
     for name in heads:
@@ -95,7 +104,7 @@ def _predicted(graph: fx.Graph, tangents: Collection[fx.Node], costs: CostModel,
             chosen[name], budget_us = chunks, budget_us - spent_us
     if not chosen:
         return ()
-    after = peak_of(graph)
+    after = memory_of(graph).peak_bytes
     if after > before * _LOWER:
         _restore(graph, whole)
         return ()
@@ -127,10 +136,17 @@ def _restore(graph: fx.Graph, whole: fx.Graph) -> None:
     graph.output(graph.graph_copy(whole, {}))
 
 
-def _is_chunkable(graph: fx.Graph, product: fx.Node | None) -> bool:
+def _region(graph: fx.Graph, product: fx.Node | None) -> set[str]:
+    """Names of the calls that can be computed in chunks with a product; none where it cannot."""
     with contextlib.suppress(NotChunkable):
-        return product is not None and bool(find_region(graph, product, 2).calls)
-    return False
+        if product is not None:
+            return {node.name for node in find_region(graph, product, 2).calls}
+    return set()
+
+
+def _bytes_of(names: Collection[str], shares: Iterable[MemoryShare]) -> int:
+    """Bytes of values of these calls, or of one of their results."""
+    return sum(share.size_bytes for share in shares if share.name.partition("[")[0] in names)
 
 
 def _wanted_chunks(product: fx.Node, peak_bytes: int) -> int:

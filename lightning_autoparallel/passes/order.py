@@ -13,7 +13,7 @@ from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.cast_before_gather import cast_before_gather
-from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
+from lightning_autoparallel.passes.chunk_loss_head import MemoryOf, chunk_loss_head
 from lightning_autoparallel.passes.decompose import DecomposeOptions
 from lightning_autoparallel.passes.decompose_gather_matmul import decompose_gather_matmul
 from lightning_autoparallel.passes.decompose_matmul_scatter import decompose_matmul_scatter
@@ -36,20 +36,20 @@ def joint_passes(
     outputs: Sequence[GraphOutput] = (),
     chunks: ChunkOptions | None = None,
     costs: CostModel | None = None,
-    peak_of: Callable[[fx.Graph], int] | None = None,
+    memory_of: MemoryOf | None = None,
 ) -> tuple[GraphPass, ...]:
     """The passes over the joint graph, before it is partitioned; ``inputs`` and ``outputs`` are the graph's.
 
-    ``chunks`` says how a loss's head is computed, or ``costs`` and ``peak_of``, which predicts the peak of a graph.
+    ``chunks`` says how a loss's head is computed, or ``costs`` and ``memory_of``, which predicts that of a graph.
     """
-    heads = partial(chunk_loss_head, inputs=inputs, options=chunks, costs=costs, peak_of=peak_of)
+    heads = partial(chunk_loss_head, inputs=inputs, options=chunks, costs=costs, memory_of=memory_of)
     return (
         GraphPass(name="cast_before_gather", run=cast_before_gather),
         GraphPass(name="merge_identical_collectives", run=merge_identical_collectives),
         GraphPass(name="join_biases", run=join_biases),
         # it tags what the others leave
         GraphPass(name="tag_collectives", run=partial(tag_collectives, inputs=inputs, outputs=outputs)),
-        # the last one: what it has had partitioned to see its peak need not be partitioned again
+        # the last one: what it has had partitioned to see its memory need not be partitioned again
         GraphPass(name="chunk_loss_head", run=heads),
     )
 

@@ -310,7 +310,7 @@ def _find_within(
         )
         taken = fastest(contenders, budget_bytes, alike(costs.hardware))
         if taken is not None:
-            _take(found, taken.answer, captured, context, layouts)
+            _hold(found, taken.answer)
             found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
@@ -375,11 +375,15 @@ def _take(
     layouts: Mapping[str, ParameterLayout],
 ) -> ShardingPlan:
     """The plan of an answer, which is then the one that was found."""
-    found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
+    _hold(found, answer)
     plan = found.plan_of(captured, context.config.plan, context.mesh)
     assert plan is not None
     check_staying(plan, found.pins, layouts)
     return plan
+
+
+def _hold(found: FoundPlan, answer: Answer) -> None:
+    found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
 
 
 def _solved(

@@ -9,7 +9,7 @@ from torch import fx
 
 from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.contracts import CheckpointFunction, PartitionedGraph, ShardedGraph
-from lightning_autoparallel.cost.memory import predict_step_memory
+from lightning_autoparallel.cost.memory import StepMemory, predict_step_memory
 
 
 @dataclass
@@ -26,15 +26,15 @@ class Partitioning:
     _warnings: list[str] = field(default_factory=list)
     _last: tuple[tuple[fx.Node, ...], PartitionedGraph] | None = None
 
-    def peak_bytes(self, graph: fx.Graph) -> int:
-        """Predicted bytes at the peak of the step, its calls as they stand.
+    def memory(self, graph: fx.Graph) -> StepMemory:
+        """Predicted memory of the step, its calls as they stand.
 
         Raises:
             UnsupportedOpError: a node has no recorded value.
         """
         assert graph is self.sharded.graph_module.graph
-        found = predict_step_memory(self._now()).peak_bytes
-        self.first_bytes = self.first_bytes or found
+        found = predict_step_memory(self._now())
+        self.first_bytes = self.first_bytes or found.peak_bytes
         return found
 
     def partitioned(self, warn: Callable[[str], None]) -> PartitionedGraph:

@@ -307,7 +307,7 @@ def _partitioned(
     reports = run_passes(
         sharded.graph_module,
         sharded.name,
-        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), costs, partition.peak_bytes),
+        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), costs, partition.memory),
         groups,
         artifacts,
         config.disabled_passes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -12,12 +13,18 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_autoparallel.capture.decompositions import planning_decompositions
-from lightning_autoparallel.contracts import GraphInput
+from lightning_autoparallel.contracts import GraphInput, MemoryShare
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.liveness import MemoryTimeline
+from lightning_autoparallel.cost.memory import StepMemory
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
 from lightning_autoparallel.passes.loss_head import ChunkOptions
+from tests.unit.cost._graphs import ROUND
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 6, 24
+# products take nearly all of the time, in however many parts they are computed
+NO_LAUNCHES = CostModel(hardware=replace(ROUND, memory_gb_per_s=1e9, kernel_latency_us=0.0), groups={})
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -213,6 +220,25 @@ def test_a_product_that_nothing_reads_is_left_alone() -> None:
     assert any("nothing reads" in note for note in joint.chunked(2))
     assert dead in joint.graph.nodes
     torch.testing.assert_close(joint.run(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("head_bytes", "asked"), [(40, 1), (400, 2)])
+def test_a_head_that_takes_little_at_the_peak_is_not_tried(head_bytes: int, asked: int) -> None:
+    joint = Joint(Speaker(cross_entropy), tokens())
+    before = [node.format_node() for node in joint.graph.nodes]
+    (softmax,) = joint.graph.find_nodes(op="call_function", target=torch.ops.aten._log_softmax.default)
+    shares = [("primals_1", 1000 - head_bytes), (softmax.name, head_bytes)]
+    alive = tuple(MemoryShare(name=name, size_bytes=size, kind="value", module="") for name, size in shares)
+    peak = MemoryTimeline(live_bytes=(1000,), peak_bytes=1000, peak_node=softmax.name, contributors=alive)
+    partitions: list[fx.Graph] = []
+
+    def memory_of(graph: fx.Graph) -> StepMemory:
+        partitions.append(graph)
+        return StepMemory(forward=peak)
+
+    assert chunk_loss_head(joint.graph, inputs=joint.inputs, costs=NO_LAUNCHES, memory_of=memory_of) == ()
+    assert len(partitions) == asked
+    assert (len(before) == len(joint.graph.nodes)) and joint.graph.lint() is None
 
 
 def test_one_matrix_as_two_operands_is_read_as_it_is() -> None:
