@@ -51,7 +51,8 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
 
     The batch, buffers and constants are alive throughout; what the step returned (loss, outputs, logged values) is
     alive through the backward, whose caller holds it. Saved values are freed after their last use, gradients are alive
-    from their creation to the end. Gradients of earlier micro-batches, where they accumulate, come on top. Every
+    from their creation to the end, and through the next step's forward. Gradients of earlier micro-batches, where they
+    accumulate, come on top of the backward's. Every
     storage is rounded up to a multiple of ``allocation_bytes``.
 
     Raises:
@@ -59,7 +60,7 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
     """
     handover = _Handover(partitioned)
     forward = predict_memory(
-        partitioned.forward.graph, surroundings=handover.forward(), allocation_bytes=allocation_bytes
+        partitioned.forward.graph, surroundings=handover.forward(allocation_bytes), allocation_bytes=allocation_bytes
     )
     if partitioned.backward is None:
         return StepMemory(forward=forward)
@@ -78,7 +79,7 @@ def surroundings_of(partitioned: PartitionedGraph, graph: fx.Graph, *, room_byte
     """
     handover = _Handover(partitioned)
     if graph is partitioned.forward.graph:
-        around = replace(handover.forward(), room_bytes=room_bytes)
+        around = replace(handover.forward(1), room_bytes=room_bytes)
         if partitioned.backward is None:
             return around
         later = handover.backward(partitioned.backward.graph, 1)
@@ -103,14 +104,28 @@ class _Handover:
         self._result_kinds = [*results, *["saved"] * partitioned.saved_values]
         self._storages = resolve_storages(partitioned.forward.graph)
 
-    def forward(self) -> Surroundings:
+    def forward(self, allocation_bytes: int) -> Surroundings:
         kinds = {node.name: item.kind for node, item in zip(self._given, self._inputs, strict=True)}
         return Surroundings(
             excluded={name for name, kind in kinds.items() if kind == "parameter"},
             held={name for name, kind in kinds.items() if kind in _OWNED_BY_CALLER},
             kinds=kinds,
             results=self._result_kinds,
+            outside=self._last_gradients(allocation_bytes),
         )
+
+    def _last_gradients(self, allocation_bytes: int) -> list[MemoryShare]:
+        """Those of the step before: Lightning frees them between a step's forward and its backward."""
+        if self._partitioned.backward is None:
+            return []
+        items = [item for item in self._partitioned.sharded.outputs if item.kind == "gradient"]
+        results = self._partitioned.backward.graph.output_node().args[0]
+        pairs = zip(results, items, strict=True)  # type: ignore[arg-type]
+        gradients = [node for node, item in pairs if item.is_parameter_gradient and isinstance(node, fx.Node)]
+        found = resolve_storages(self._partitioned.backward.graph)
+        held = {index for node in gradients for index in found.of(node)}
+        size = sum(rounded(found.storages[index].size_bytes, allocation_bytes) for index in held)
+        return [MemoryShare(name="the last step's gradients", size_bytes=size, kind="gradient", module="")]
 
     def backward(self, graph: fx.Graph, allocation_bytes: int) -> Surroundings:
         placeholders = graph.find_nodes(op="placeholder")

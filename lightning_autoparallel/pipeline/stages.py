@@ -63,7 +63,10 @@ from lightning_autoparallel.torch_compat.collectives import group_place
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What the stages need besides the step: where it runs, how, and whom to tell."""
+    """What the stages need besides the step: where it runs, how, and whom to tell.
+
+    Where it ``rehearses``, steps run in a fake world too.
+    """
 
     mesh: ParallelMesh
     config: EngineConfig
@@ -72,6 +75,7 @@ class StageContext:
     progress: StageProgress = field(default_factory=StageProgress)
     told: set[str] = field(default_factory=set)
     found: FoundPlan = field(default_factory=FoundPlan)
+    rehearses: bool = False
 
     @property
     def plan(self) -> PlanSpec:
@@ -155,8 +159,8 @@ def finish_step(
         spec = plan.found or context.plan
         artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh))
     with clock("compile"):
-        # Until here no rank's graph tells which rank it is of. In a fake world there is nobody to run it.
-        if context.mesh.backend != "fake":
+        # Until here no rank's graph tells which rank it is of. In a fake world nobody runs it, unless to rehearse.
+        if context.mesh.backend != "fake" or context.rehearses:
             context.mesh.make_groups(_groups_of(partitioned))
             partitioned = specialize_partitioned(partitioned, group_place)
         forward, backward = _lowered(partitioned, context, compiles)

@@ -1,33 +1,29 @@
-"""``PlanningStrategy``: AutoParallelStrategy as rank 0 of a fake world, up to the first step."""
+"""``PlanningStrategy``: what rank 0 of a world does up to its first step, by which it plans it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lightning_autoparallel.config import AUTO, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
-from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
-from lightning_autoparallel.mesh import build_mesh
-from lightning_autoparallel.pipeline import ControlGroup, StepEngine
+from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
 from lightning_autoparallel.strategy.mesh_search import meshes
+from lightning_autoparallel.strategy.one_rank import OneRankStrategy
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
 from lightning_autoparallel.strategy.steps import LightningSteps
-from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
-from lightning_autoparallel.torch_compat.collectives import init_fake_world
 
 
-class PlanningStrategy(AutoParallelStrategy):
+class PlanningStrategy(OneRankStrategy):
     """Plans the training step as rank 0 of a fake world, then ends the fit before its first batch.
 
     No parameter is allocated: the model is built on the meta device and never sharded.
@@ -58,27 +54,19 @@ class PlanningStrategy(AutoParallelStrategy):
     ) -> None:
         # A plan is that of a whole step: what its Python does around modules is not known without running it.
         searches = mesh == AUTO
-        super().__init__(mesh=None if searches else mesh, **{**options, "compile": False, "capture": "step"})
-        self.config = dataclasses.replace(self.config, ranks_per_node=ranks_per_node)
-        self._nodes = _count_nodes(world_size, ranks_per_node)
-        self.spec = _fitted(self.spec, world_size)
+        super().__init__(
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            mesh=None if searches else mesh,
+            **{**options, "compile": False, "capture": "step"},
+        )
         self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
         self.global_batch_size = _checked_rows(global_batch_size, searches)
         self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any
-        self._world_size = world_size
         self._inference = inference
         self._probe: OptimizerProbe | None = None
         self._probe_error: str | None = None
         self.report: PlanReport | None = None
-
-    def predict_for(self, hardware: str | Mapping[str, Any]) -> None:
-        """Predict times for this hardware, whatever the strategy's arguments say.
-
-        Raises:
-            ConfigError: it is not known.
-        """
-        hardware_from(hardware)
-        self.config = dataclasses.replace(self.config, hardware=hardware)
 
     def plan_for(self, spec: MeshSpec) -> None:
         """The next fit plans on this mesh."""
@@ -88,28 +76,6 @@ class PlanningStrategy(AutoParallelStrategy):
     def explain(self, pattern: str) -> None:
         """Have the report say why parameters and calls that the glob matches are placed as they are."""
         self.config = dataclasses.replace(self.config, explain=pattern)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the fake world."""
-        return self._world_size
-
-    def _configure_launcher(self) -> None:
-        """There is nothing to start."""
-
-    def setup_environment(self) -> None:
-        """Make the fake world and its mesh."""
-        init_fake_world(self._world_size)
-        self._mesh = build_mesh(self.spec, "cpu")
-        self._control = ControlGroup(self.timeout)
-        super().setup_environment()
-
-    def set_world_ranks(self) -> None:
-        """This process, among as many as the fake world has."""
-        super().set_world_ranks()
-        self.num_nodes = self._nodes
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_world_size(self._world_size)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -168,13 +134,6 @@ class PlanningStrategy(AutoParallelStrategy):
         except ConfigError as error:
             return dataclasses.replace(report, notes=(*report.notes, str(error)))
 
-    def barrier(self, name: str | None = None) -> None:
-        """Nobody else is there."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """This process's own object: it stands for every rank."""
-        return obj
-
 
 @contextlib.contextmanager
 def on_meta(what: str) -> Iterator[None]:
@@ -220,22 +179,3 @@ def _required(kind: str, sample: tuple[bool, Any]) -> Any:
             "against the batch size, and do not hand over an iterator that can be read only once"
         )
     return batch
-
-
-def _fitted(spec: MeshSpec, world_size: int) -> MeshSpec:
-    known = math.prod(size for size in spec.sizes if size != -1)
-    is_open = -1 in spec.sizes
-    if world_size % known or (world_size != known and not is_open):
-        needed = f"a multiple of {known}" if is_open else known
-        raise ConfigError(f"mesh {spec} needs {needed} ranks, but world_size={world_size}: change one of them")
-    return spec.resolve(world_size)
-
-
-def _count_nodes(world_size: int, ranks_per_node: int) -> int:
-    if world_size < 1 or ranks_per_node < 1:
-        raise ConfigError(f"world_size={world_size} and ranks_per_node={ranks_per_node} must both be at least 1")
-    if world_size > ranks_per_node and world_size % ranks_per_node:
-        raise ConfigError(
-            f"world_size={world_size} does not fill nodes of ranks_per_node={ranks_per_node}: make it a multiple"
-        )
-    return max(1, world_size // ranks_per_node)

@@ -121,6 +121,7 @@ class AutoParallelStrategy(SavingStrategy):
     """
 
     strategy_name = "autoparallel"
+    rehearses = False  # whether steps run in a world of which there is nobody else
 
     def __init__(
         self,
@@ -270,7 +271,12 @@ class AutoParallelStrategy(SavingStrategy):
         precision.convert_module(module)
         nodes = replace(self.config, ranks_per_node=self.config.ranks_per_node or self.num_processes)
         context = StageContext(
-            mesh=self.mesh, config=nodes, control=self._control, warn=rank_zero_warn, progress=self._progress_of(module)
+            mesh=self.mesh,
+            config=nodes,
+            control=self._control,
+            warn=rank_zero_warn,
+            progress=self._progress_of(module),
+            rehearses=self.rehearses,
         )
         seed = self._control.gather(torch.initial_seed())[0]
         self._engine = StepEngine(

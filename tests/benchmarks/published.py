@@ -42,6 +42,7 @@ class Case:
         return [
             *("plan", *by_rules(self.recipe), "--world-size", str(self.ranks), "--hardware", hardware),
             *("--data.init_args.batch_size", str(self.rows), "--output", str(output), *self.options),
+            *("--strategy.loss_chunks", "1"),  # which torchtitan did not compute in chunks
         ]
 
 

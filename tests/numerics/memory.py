@@ -60,12 +60,17 @@ def measure_step(
     predicted = predict_step_memory(variant.step.partitioned)
     data = engine.context.mesh
     rows = tuple(t.chunk(data.data_parallel_size)[data.data_parallel_rank].clone() for t in batch)
+    parallel(*rows).backward()
     tracker = MemTracker()
     tracker.track_external(parallel, *rows)
-    shards = _total(tracker, "current") - sum(t.nbytes for t in (*rows, *parallel.buffers()))
+    gradients = [parameter.grad for parameter in parallel.parameters()]
+    left = sum(gradient.to_local().nbytes for gradient in gradients)
+    shards = _total(tracker, "current") - sum(t.nbytes for t in (*rows, *parallel.buffers())) - left
     with tracker:
         loss = parallel(*rows)
     forward = _measured(tracker, shards)
+    gradients.clear()
+    parallel.zero_grad()
     with tracker:  # entering again starts a new peak
         loss.backward()
     assert predicted.backward is not None

@@ -1,0 +1,93 @@
+"""``OneRankStrategy``: AutoParallelStrategy as rank 0 of a world of which there is nobody else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_autoparallel.config import MeshSpec
+from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.mesh import build_mesh
+from lightning_autoparallel.pipeline import ControlGroup
+from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
+from lightning_autoparallel.torch_compat.collectives import init_fake_world
+
+
+class OneRankStrategy(AutoParallelStrategy):
+    """Rank 0 of a fake world in this process; collectives move nothing.
+
+    Args:
+        world_size: ranks of the fake world.
+        ranks_per_node: ranks of one node.
+        options: arguments of AutoParallelStrategy.
+
+    Raises:
+        ConfigError: an argument is wrong, or the mesh does not fit ``world_size``.
+    """
+
+    def __init__(self, *, world_size: int, ranks_per_node: int = 8, **options: Any) -> None:
+        super().__init__(**options)
+        self.config = dataclasses.replace(self.config, ranks_per_node=ranks_per_node)
+        self._nodes = _count_nodes(world_size, ranks_per_node)
+        self.spec = _fitted(self.spec, world_size)
+        self._world_size = world_size
+
+    def predict_for(self, hardware: str | Mapping[str, Any]) -> None:
+        """Predict times for this hardware, whatever the strategy's arguments say.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        hardware_from(hardware)
+        self.config = dataclasses.replace(self.config, hardware=hardware)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the fake world."""
+        return self._world_size
+
+    def _configure_launcher(self) -> None:
+        """There is nothing to start."""
+
+    def setup_environment(self) -> None:
+        """Make the fake world and its mesh."""
+        init_fake_world(self._world_size)
+        self._mesh = build_mesh(self.spec, self.root_device.type)
+        self._control = ControlGroup(self.timeout)
+        super().setup_environment()
+
+    def set_world_ranks(self) -> None:
+        """This process, among as many as the fake world has."""
+        super().set_world_ranks()
+        self.num_nodes = self._nodes
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_world_size(self._world_size)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nobody else is there."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """This process's own object: it stands for every rank."""
+        return obj
+
+
+def _fitted(spec: MeshSpec, world_size: int) -> MeshSpec:
+    known = math.prod(size for size in spec.sizes if size != -1)
+    is_open = -1 in spec.sizes
+    if world_size % known or (world_size != known and not is_open):
+        needed = f"a multiple of {known}" if is_open else known
+        raise ConfigError(f"mesh {spec} needs {needed} ranks, but world_size={world_size}: change one of them")
+    return spec.resolve(world_size)
+
+
+def _count_nodes(world_size: int, ranks_per_node: int) -> int:
+    if world_size < 1 or ranks_per_node < 1:
+        raise ConfigError(f"world_size={world_size} and ranks_per_node={ranks_per_node} must both be at least 1")
+    if world_size > ranks_per_node and world_size % ranks_per_node:
+        raise ConfigError(
+            f"world_size={world_size} does not fill nodes of ranks_per_node={ranks_per_node}: make it a multiple"
+        )
+    return max(1, world_size // ranks_per_node)
