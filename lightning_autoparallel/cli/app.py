@@ -12,15 +12,22 @@ from lightning_autoparallel.cli.parser import (
     RecipeConfigFile,
 )
 from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
+from lightning_autoparallel.cli.rehearse import (
+    REHEARSE,
+    RehearsingTrainer,
+    add_rehearse_arguments,
+    rehearsing_options,
+)
 from lightning_autoparallel.cli.tools import TOOLS
 from lightning_autoparallel.config import AUTO
 from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
 from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
 from lightning_autoparallel.strategy.planning import planning_trainer
+from lightning_autoparallel.strategy.rehearsal import RehearsalStrategy
 
 
-class Commands(CommandTrainer):
+class Commands(CommandTrainer, RehearsingTrainer):
     """The Trainer whose methods are the subcommands; `bench` makes none, its processes do."""
 
     bench = staticmethod(run_bench)
@@ -71,7 +78,12 @@ class AutoParallelCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Lightning's subcommands and this package's, each with the arguments that are not options."""
         plan = {"model", "datamodule", "output", "options"}
-        return {**LightningCLI.subcommands(), PLAN: plan, BENCH: {"parser", "config"}}
+        return {
+            **LightningCLI.subcommands(),
+            PLAN: plan,
+            REHEARSE: {"model", "datamodule", "output", "options"},
+            BENCH: {"parser", "config"},
+        }
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
@@ -82,6 +94,8 @@ class AutoParallelCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == PLAN:
             self._subcommand_method_arguments[PLAN] += add_plan_arguments(parser)
+        if subcommand == REHEARSE:
+            self._subcommand_method_arguments[REHEARSE] += add_rehearse_arguments(parser)
         if subcommand == BENCH:
             add_bench_arguments(parser)
         return parser
@@ -89,14 +103,15 @@ class AutoParallelCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse a Trainer strategy from a config file, which the link would overwrite in silence.
 
-        Planning needs no loggers and callbacks, so they are not even made: some talk to a server at once.
+        Planning and rehearsing need no loggers and callbacks, so they are not even made: some talk to a server at once.
         """
         trainer = self._get(self.config, "trainer")
         if trainer.get("strategy") not in (None, "auto"):
             self._parser(self.subcommand).error(USE_STRATEGY_SECTION)
-        if self.subcommand == PLAN:
+        if self.subcommand in (PLAN, REHEARSE):
             for key in ("logger", "callbacks", "profiler", "plugins"):
                 trainer[key] = None
+        if self.subcommand == PLAN:
             strategy = self._get(self.config, "strategy")
             if strategy.get("mesh") == AUTO:  # which a strategy that trains does not take
                 self._mesh, strategy["mesh"] = AUTO, None
@@ -118,11 +133,13 @@ class AutoParallelCLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The Trainer of the recipe; for ``plan`` one that only plans.
+        """The Trainer of the recipe; for ``plan`` one that only plans, for ``rehearse`` one of one rank.
 
         Raises:
             ConfigError: the world size does not fit the mesh.
         """
+        if self.subcommand == REHEARSE:
+            return self._rehearsing_trainer(kwargs)
         if self.subcommand != PLAN:
             return super().instantiate_trainer(**kwargs)
         given = self._get(self.config_init, "trainer")
@@ -134,6 +151,15 @@ class AutoParallelCLI(LightningCLI):
             **self._strategy_options(),
         )
         return planning_trainer(strategy, {**given, **kwargs}, self.trainer_class)
+
+    def _rehearsing_trainer(self, more: dict[str, Any]) -> Trainer:
+        given = {**self._get(self.config_init, "trainer"), **more}
+        world_size, ranks_per_node, warmup, steps = (
+            self._get(self.config_init, key) for key in ("world_size", "ranks_per_node", "warmup", "steps")
+        )
+        options = self._get(self.config, "strategy").as_dict()
+        strategy = RehearsalStrategy(world_size=world_size, ranks_per_node=ranks_per_node, **options)
+        return self.trainer_class(**{**given, **rehearsing_options(given, warmup, steps), "strategy": strategy})
 
     def _strategy_options(self) -> dict[str, Any]:
         options = self._get(self.config, "strategy").as_dict()

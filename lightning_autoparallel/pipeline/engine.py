@@ -113,6 +113,11 @@ class StepEngine:
         self.deferred = DeferredGradients(self.module, self.context, self.device, self.reports)
 
     @property
+    def constants(self) -> list[Tensor]:
+        """Tensors that captured steps were found to make out of nothing."""
+        return [value for known in self._variants.values() for variant in known for value in variant.step.constants]
+
+    @property
     def random_state(self) -> dict[str, int]:
         """What the next random draws follow from: kept in checkpoints, so that a resumed run draws on."""
         return {"seed": self.seed, "draws": self.draws}

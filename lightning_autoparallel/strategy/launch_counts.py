@@ -24,8 +24,8 @@ class LaunchCounter:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Add the collectives launched inside to ``measured``, once where it is open already; fake groups count none."""
-        if self._counting or self._mesh.backend == "fake":
+        """Add the collectives launched inside to ``measured``, once where it is open already."""
+        if self._counting or self._mesh.backend == "fake":  # whose groups do not count
             yield
             return
         # Asked anew each time: a step that was captured in between may have made groups of its own.

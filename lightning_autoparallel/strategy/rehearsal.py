@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.strategy.one_rank import OneRankStrategy
 
@@ -21,3 +23,8 @@ class RehearsalStrategy(OneRankStrategy):
         if self.config.hardware is None:
             self.predict_for(detected_hardware(self.root_device.type).name)
         super().setup_environment()
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """Those of steps that were captured."""
+        return [] if self._engine is None else self._engine.constants

@@ -1,0 +1,114 @@
+"""The subcommand ``rehearse``: rank 0 of a job trains a few steps by itself, and is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_autoparallel.artifacts import ArtifactWriter, to_json
+from lightning_autoparallel.callbacks.tables import print_table
+from lightning_autoparallel.cli.rehearse.clock import RehearsalClock
+from lightning_autoparallel.cli.rehearse.table import NOTES, as_json, rehearsal_table
+from lightning_autoparallel.cost.detect import detected_hardware
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
+from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
+from lightning_autoparallel.strategy.rehearsal import RehearsalStrategy
+
+REHEARSE = "rehearse"
+_STEP = "training_step"
+
+
+class RehearsingTrainer(Trainer):
+    """A Trainer with the method of the subcommand ``rehearse``."""
+
+    def rehearse(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        output: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Train a few steps as rank 0 of a world of any size, and print what it takes beside what is predicted.
+
+        Parameters, optimizer, kernels and data are real; collectives move nothing. On a CPU, or one GPU.
+
+        Args:
+            model: it is trained.
+            datamodule: gives rank 0's batches.
+            output: where to write the figures as JSON.
+            options: what the strategy and this Trainer were made from.
+
+        Raises:
+            ConfigError: ``output`` is a folder, a process group exists already, the training runs no whole step, or it
+                ends before all steps are measured.
+            AutoParallelError: the step cannot be captured or planned.
+        """
+        if output is not None and Path(output).is_dir():
+            raise ConfigError(f"--output {output} is a folder: name the file to write to")
+        strategy = self.strategy
+        assert isinstance(strategy, RehearsalStrategy)
+        (clock,) = (callback for callback in self.callbacks if isinstance(callback, RehearsalClock))  # type: ignore[attr-defined]
+        try:
+            self.fit(model, datamodule=datamodule)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if strategy.modes.get(_STEP) != "step":
+            raise ConfigError(
+                "this training step runs its own Python around the modules that it calls (a warning above says why), and "
+                "what calls exchange only ranks know that are there: whole steps are rehearsed only"
+            )
+        report, measured = strategy.reports[_STEP], clock.result()
+        here = detected_hardware(strategy.root_device.type).name
+        is_here = bool(report.hardware.get("is_measured")) or report.hardware.get("name") == here
+        print_table(rehearsal_table(measured, report, strategy.world_size, is_here))
+        print("\n".join(NOTES))
+        if output is not None:
+            text = to_json(as_json(measured, report, strategy.world_size))
+            ArtifactWriter(Path(output).parent).text(Path(output).name, text)
+
+
+def add_rehearse_arguments(parser: LightningArgumentParser) -> list[str]:
+    """Add the arguments of ``rehearse`` and return their names in the parsed configuration."""
+    parser.add_argument("--world-size", type=int, required=True, help="Ranks of the job.")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="Ranks of one node.")
+    parser.add_argument("--warmup", type=int, default=2, help="Steps that are not timed, at first.")
+    parser.add_argument("--steps", type=int, default=5, help="Steps that are timed.")
+    parser.add_argument("--output", type=str | None, default=None, help="Write the figures to this JSON file.")
+    return ["world_size", "ranks_per_node", "warmup", "steps", "output"]
+
+
+def rehearsing_options(given: Mapping[str, Any], warmup: int, steps: int) -> dict[str, Any]:
+    """The Trainer's arguments of a rehearsal, in the place of a training's: one process that keeps nothing.
+
+    Raises:
+        ConfigError: there is nothing to time.
+    """
+    if warmup < 1 or steps < 1:
+        raise ConfigError(f"--warmup {warmup} and --steps {steps} must both be at least 1: the first step compiles")
+    # A schedule may reach to max_steps: it is only ever raised.
+    needed = warmup + steps + 2
+    ends = {} if given["max_steps"] < 0 else {"max_steps": max(given["max_steps"], needed), "max_epochs": -1}
+    return {
+        "devices": 1,
+        "num_nodes": 1,
+        "plugins": None,
+        "logger": False,
+        "callbacks": [RehearsalClock(warmup, steps)],
+        "profiler": None,
+        "fast_dev_run": False,
+        "barebones": False,
+        "min_epochs": None,
+        "min_steps": None,
+        "max_time": None,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **ends,
+    }
