@@ -78,5 +78,7 @@ def _follow(shape: torch.Size, layout: ParameterLayout, kept: Any) -> Any:
 
 
 def _in_shards(value: DTensor, layout: ParameterLayout) -> DTensor:
-    whole: Tensor = value.full_tensor()
-    return layout.distribute(layout.shard_of(whole))
+    local = layout.shard_of(value.full_tensor())
+    if local.untyped_storage().nbytes() > local.nbytes:  # what pads uneven shards is behind it
+        local = local.clone(memory_format=torch.contiguous_format)
+    return layout.distribute(local)

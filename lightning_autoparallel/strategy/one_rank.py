@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.lightning_compat import data_connector
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
@@ -72,6 +77,33 @@ class OneRankStrategy(AutoParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """This process's own object: it stands for every rank."""
         return obj
+
+
+def check_no_world(what: str) -> None:
+    """``what`` makes a fake world, in a process that has none.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{what} makes a fake world of its own, but a process group is initialised in this process: destroy it "
+            f"first (torch.distributed.destroy_process_group), or do it in another process"
+        )
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Around what a Trainer does: it makes no gloo group around ``prepare_data``, which would wait for other ranks.
+
+    The fake world ends with it.
+    """
+    try:
+        with mock.patch.object(data_connector, "_InfiniteBarrier", contextlib.nullcontext):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _fitted(spec: MeshSpec, world_size: int) -> MeshSpec:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
-from unittest import mock
-
-import torch.distributed as dist
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
-from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import (
     LightningDataModule,
     LightningModule,
     Trainer,
     check_flavour,
-    data_connector,
 )
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.mesh_search import search
+from lightning_autoparallel.strategy.one_rank import alone, check_no_world
 from lightning_autoparallel.strategy.shown_stages import planning_progress
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.
@@ -86,19 +81,12 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
 def _plan_once(
     trainer: Trainer, strategy: PlanningStrategy, module: LightningModule, datamodule: LightningDataModule | None
 ) -> PlanReport:
-    if dist.is_initialized():
-        raise ConfigError(
-            "planning makes a fake world of its own, but a process group is initialised in this process: destroy it "
-            "first (torch.distributed.destroy_process_group), or plan in another process"
-        )
+    check_no_world("planning")
     try:
-        with mock.patch.object(data_connector, "_InfiniteBarrier", contextlib.nullcontext):
-            # Lightning makes a gloo group around prepare_data, which would wait for ranks that are not there.
+        with alone():
             trainer.fit(module, datamodule=datamodule)
     finally:
         module.trainer = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
     assert strategy.report is not None, "fit ended without an error, so the strategy was set up"
     return strategy.report
 

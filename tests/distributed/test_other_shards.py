@@ -58,6 +58,9 @@ def moved() -> list[tuple[str, bool, bool, list[bool]]]:
         now = [whole(state) for state in optimizer.state[parameter].values()]
         lying = {str(state.placements) for state in optimizer.state[parameter].values() if isinstance(state, DTensor)}
         assert lying == {str(parameter.placements)}, name
+        for each in (parameter, parameter.grad, *optimizer.state[parameter].values()):
+            local = each.to_local() if isinstance(each, DTensor) else each
+            assert local.untyped_storage().nbytes() == local.nbytes, f"{name} holds more than it is"
         alike = [torch.equal(a, b) for a, b in zip(now, states, strict=True)]
         found.append((str(parameter.placements), old is parameter, torch.equal(whole(parameter), value), alike))
         assert torch.equal(whole(parameter.grad), torch.full_like(value, 0.5)), name

@@ -62,7 +62,7 @@ class RehearsalClock(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End behind the second step whose memory is measured: it begins with the gradients of the first."""
-        ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if ends and len(self._starts) == self._warmup + self._steps + 2:
             self._measuring.close()
             trainer.should_stop = True
@@ -81,7 +81,7 @@ class RehearsalClock(Callback):
         if len(self._starts) < needed:
             raise ConfigError(
                 f"training ended after {len(self._starts)} steps, but --warmup and --steps need {needed} with two for "
-                "memory: lower them, or raise --trainer.limit_train_batches"
+                "memory: lower them"
             )
         assert self._peak is not None
         timed = self._starts[self._warmup : self._warmup + self._steps + 1]

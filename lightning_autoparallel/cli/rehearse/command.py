@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.cli.rehearse.clock import RehearsalClock
@@ -16,6 +14,7 @@ from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
 from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
+from lightning_autoparallel.strategy.one_rank import alone, check_no_world
 from lightning_autoparallel.strategy.rehearsal import RehearsalStrategy
 
 REHEARSE = "rehearse"
@@ -52,15 +51,13 @@ class RehearsingTrainer(Trainer):
         strategy = self.strategy
         assert isinstance(strategy, RehearsalStrategy)
         (clock,) = (callback for callback in self.callbacks if isinstance(callback, RehearsalClock))  # type: ignore[attr-defined]
-        try:
+        check_no_world("rehearsing")
+        with alone():
             self.fit(model, datamodule=datamodule)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
         if strategy.modes.get(_STEP) != "step":
             raise ConfigError(
-                "this training step runs its own Python around the modules that it calls (a warning above says why), and "
-                "what calls exchange only ranks know that are there: whole steps are rehearsed only"
+                "this training step runs its own Python around the modules that it calls (a warning above says why): "
+                "only whole steps are rehearsed, as what calls exchange is known to ranks that are there"
             )
         report, measured = strategy.reports[_STEP], clock.result()
         here = detected_hardware(strategy.root_device.type).name
@@ -90,9 +87,10 @@ def rehearsing_options(given: Mapping[str, Any], warmup: int, steps: int) -> dic
     """
     if warmup < 1 or steps < 1:
         raise ConfigError(f"--warmup {warmup} and --steps {steps} must both be at least 1: the first step compiles")
-    # A schedule may reach to max_steps: it is only ever raised.
+    # A schedule may reach to either: they are only ever raised. A rank of many may have one batch in an epoch.
     needed = warmup + steps + 2
-    ends = {} if given["max_steps"] < 0 else {"max_steps": max(given["max_steps"], needed), "max_epochs": -1}
+    ends = {"max_steps": given["max_steps"], "max_epochs": given["max_epochs"]}
+    ends = {name: end if end in (None, -1) else max(end, needed) for name, end in ends.items()}
     return {
         "devices": 1,
         "num_nodes": 1,
