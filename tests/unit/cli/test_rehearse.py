@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_autoparallel.cli.main import main
 from lightning_autoparallel.cli.rehearse import rehearsing_options
-from lightning_autoparallel.cli.rehearse.clock import RehearsalClock, Rehearsed
-from lightning_autoparallel.cli.rehearse.table import predicted_peak_bytes
+from lightning_autoparallel.cli.rehearse.rehearsal_clock import RehearsalClock, Rehearsed
+from lightning_autoparallel.cli.rehearse.rehearsal_table import predicted_peak_bytes
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.models import Llama3Module
 from lightning_autoparallel.strategy.one_rank import alone

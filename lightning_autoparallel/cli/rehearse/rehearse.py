@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
-from lightning_autoparallel.cli.rehearse.clock import RehearsalClock
-from lightning_autoparallel.cli.rehearse.table import NOTES, as_json, rehearsal_table
+from lightning_autoparallel.cli.rehearse.rehearsal_clock import RehearsalClock
+from lightning_autoparallel.cli.rehearse.rehearsal_table import NOTES, as_json, rehearsal_table
 from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lightning_autoparallel.callbacks.predictions import format_time
 from lightning_autoparallel.callbacks.tables import make_table
-from lightning_autoparallel.cli.rehearse.clock import Rehearsed
+from lightning_autoparallel.cli.rehearse.rehearsal_clock import Rehearsed
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
 
