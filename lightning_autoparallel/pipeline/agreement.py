@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ from lightning_autoparallel.errors import (
     RanksDifferError,
 )
 from lightning_autoparallel.fx.values import digest
+from lightning_autoparallel.pipeline.dissemination import RING_UP_TO, most_of_all
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
 
@@ -42,6 +42,8 @@ class StepIdentity:
 class ControlGroup:
     """All ranks on a gloo group apart from the mesh's: nothing the step launches is counted or delayed by it."""
 
+    ring_up_to = RING_UP_TO
+
     def __init__(self, timeout: timedelta) -> None:
         # A fake world has one process, which agrees with itself.
         self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
@@ -54,43 +56,32 @@ class ControlGroup:
         return self._group
 
     def agrees(self, text: str) -> bool:
-        """Whether every rank gave the same text: one all-reduce of 16 bytes."""
+        """Whether every rank gave the same text, of which 16 bytes are sent."""
         agreed = self._compare(text, None)
         assert agreed is not None, "without a timeout of its own it ends with that of the group, which raises"
         return agreed
 
     def meet(self, text: str, late: Callable[[], None]) -> bool:
         """As ``agrees``, where some ranks may never come: ``late`` is called when they have not within 20 s."""
-        deadline = time.monotonic() + PATIENCE.total_seconds()
-
-        def watch(work: Any) -> None:
-            while not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(0.001)
-            if not work.is_completed():
-                late()
-
-        return bool(self._compare(text, None, watch))
+        return bool(self._compare(text, None, late))
 
     def meet_soon(self, text: str) -> bool | None:
         """As ``agrees``, where some ranks may never come: None if they have not within 20 s."""
         return self._compare(text, PATIENCE)
 
-    def _compare(self, text: str, timeout: timedelta | None, watch: Callable[[Any], None] | None = None) -> bool | None:
+    def _compare(self, text: str, timeout: timedelta | None, late: Callable[[], None] | None = None) -> bool | None:
         """Whether every rank gave the same text; None if some took longer than ``timeout``."""
         if self._alone:
             return True
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        bounds = torch.tensor([number, -number])
-        work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        if watch is not None:
-            watch(work)
-        try:
-            work.wait() if timeout is None else work.wait(timeout)
-        except RuntimeError:
-            if timeout is None:
-                raise
-            return None
-        return bool(bounds[0] == -bounds[1])
+        bounds = self._most(torch.tensor([number, -number]), timeout, late)
+        return None if bounds is None else bool(bounds[0] == -bounds[1])
+
+    def _most(
+        self, mine: Tensor, timeout: timedelta | None = None, late: Callable[[], None] | None = None
+    ) -> Tensor | None:
+        assert self._group is not None
+        return most_of_all(mine, self._group, timeout, None if late is None else (PATIENCE, late), self.ring_up_to)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, by rank."""
@@ -116,8 +107,8 @@ class ControlGroup:
         """For each of as many flags on every rank whether some rank has set it."""
         if self._alone or not flags:
             return list(flags)
-        found = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        found = self._most(torch.tensor(flags, dtype=torch.uint8))
+        assert found is not None, "without a timeout of its own it ends with that of the group, which raises"
         return [bool(flag) for flag in found.tolist()]
 
     def raise_together(self, error: Exception | None, at: str = "") -> None:
