@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -45,6 +46,20 @@ def test_rates_are_measured_and_read(accelerator: str, tmp_path: Path):
     if accelerator == "gpu":
         assert found.backend == "nccl"
         assert found.peak_tflops["bfloat16"] > found.peak_tflops["float32"] > 0
+
+
+def test_a_rank_of_a_large_job_is_rehearsed(accelerator: str, tmp_path: Path):
+    """Its peak, by the allocator, is the predicted one; on a CPU a small model stands in."""
+    figures = tmp_path / "figures.json"
+    sizes = {
+        "gpu": ("llama3/8b", "--world-size", "128", "--strategy.plan", "fsdp", "--strategy.mesh", "{dp_shard: -1}"),
+        "cpu": ("llama3/debug", "--world-size", "64", "--strategy.plan", "fsdp"),
+    }
+    options = ("--strategy.compile", "false", "--data.init_args.batch_size", "1", "--trainer.accelerator", accelerator)
+    shown = run("rehearse", "--config", *sizes[accelerator], *options, "--steps", "2", "--output", str(figures))
+    found = json.loads(figures.read_text())
+    assert found["measured"]["parameters_bytes"] == found["predicted"]["parameters_bytes"], shown
+    assert found["measured"]["peak_bytes"] == pytest.approx(found["predicted"]["peak_bytes"], rel=0.05), shown
 
 
 def test_this_device_is_detected(accelerator: str):
