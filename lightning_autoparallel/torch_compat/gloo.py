@@ -20,11 +20,14 @@ from lightning_autoparallel.torch_compat.default_world import backend_of
 class _OneThreadGloo(ProcessGroupGloo):
     """A gloo group with one worker thread; torch makes two and gives Python no other way to say so."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
         options._timeout = timeout
         options._devices = _devices()
+        for name, value in others.items():  # torch 2.14: enable_reconfigure
+            if value:
+                setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 
