@@ -109,7 +109,7 @@ class AutoParallelCLI(LightningCLI):
         if trainer.get("strategy") not in (None, "auto"):
             self._parser(self.subcommand).error(USE_STRATEGY_SECTION)
         if self.subcommand in (PLAN, REHEARSE):
-            for key in ("logger", "callbacks", "profiler", "plugins"):
+            for key in ("logger", "callbacks", "profiler", *(["plugins"] if self.subcommand == PLAN else [])):
                 trainer[key] = None
         if self.subcommand == PLAN:
             strategy = self._get(self.config, "strategy")

@@ -36,6 +36,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.overrides import distributed as samplers
     from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
@@ -78,6 +79,7 @@ else:
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.loggers import TensorBoardLogger
+    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides import distributed as samplers
     from pytorch_lightning.plugins import TorchCheckpointIO
     from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
@@ -217,6 +219,7 @@ __all__ = [
     "ClusterEnvironment",
     "DDPStrategy",
     "DoublePrecision",
+    "DummyLogger",
     "GradClipAlgorithmType",
     "HalfPrecision",
     "LightningDataModule",

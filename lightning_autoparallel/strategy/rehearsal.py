@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from lightning_autoparallel.cost.detect import detected_hardware
@@ -23,6 +25,9 @@ class RehearsalStrategy(OneRankStrategy):
         if self.config.hardware is None:
             self.predict_for(detected_hardware(self.root_device.type).name)
         super().setup_environment()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Nothing is written: it would mean nothing."""
 
     @property
     def constants(self) -> list[Tensor]:

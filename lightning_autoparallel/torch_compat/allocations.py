@@ -16,9 +16,10 @@ _ALLOCATION = "[memory]"  # the profiler's name for what a tensor's memory was t
 
 @dataclass
 class PeakAbove:
-    """``peak_bytes`` above what was allocated at the start, once what was measured has ended."""
+    """``peak_bytes`` above what was allocated at the start, or of all, once what was measured has ended."""
 
     peak_bytes: int = 0
+    is_of_all: bool = False
 
 
 @contextlib.contextmanager
@@ -45,9 +46,8 @@ def peak_on_cpu() -> Iterator[PeakAbove]:
 
 @contextlib.contextmanager
 def peak_on_cuda(device: torch.device) -> Iterator[PeakAbove]:
-    """The same of a CUDA device, by its allocator."""
-    found = PeakAbove()
-    start = torch.cuda.memory_allocated(device)
+    """The most bytes that tensors on a CUDA device take inside, whoever holds them, by its allocator."""
+    found = PeakAbove(is_of_all=True)
     torch.cuda.reset_peak_memory_stats(device)
     yield found
-    found.peak_bytes = torch.cuda.max_memory_allocated(device) - start
+    found.peak_bytes = torch.cuda.max_memory_allocated(device)

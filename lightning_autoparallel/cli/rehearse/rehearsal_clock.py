@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,35 +36,67 @@ class Rehearsed:
 
 
 class RehearsalClock(Callback):
-    """Times ``steps`` optimizer steps after ``warmup`` others, measures the memory of two more, and ends the fit."""
+    """Times ``steps`` optimizer steps after ``warmup`` others, measures the memory of two more, and ends the fit.
+
+    A step is timed from its first batch to the end of its last: reading data ahead of it is not counted. It is the only
+    callback: a module's own could write checkpoints of what means nothing.
+    """
 
     def __init__(self, warmup: int, steps: int) -> None:
         self._warmup, self._steps = warmup, steps
-        self._starts: list[float] = []
+        self._began_s = 0.0
+        self._shapes: list[tuple[int, ...]] | None = None
+        self._step_ms: list[float] = []  # of all steps that came to their end
         self._measuring = contextlib.ExitStack()
         self._peak: PeakAbove | None = None
         self._held: dict[str, int] = {}
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave out what the module has brought."""
+        trainer.callbacks = [self]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Schedulers that follow what is not computed here stand still."""
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note when a step begins; behind the timed ones count what is held, and what is allocated from here on."""
+        """Note when a step begins; behind the timed ones count what is held, and what is allocated from here on.
+
+        Raises:
+            ConfigError: the batch is of another shape than those before.
+        """
+        self._check_shapes(batch)
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        _finish_work(trainer.strategy.root_device)
-        self._starts.append(time.perf_counter())
-        if len(self._starts) == self._warmup + self._steps + 1:
+        if len(self._step_ms) == self._warmup + self._steps and self._peak is None:
             for optimizer in trainer.optimizers:  # their gradients' end would not be seen
                 optimizer.zero_grad(set_to_none=True)
-            self._held = _held(trainer, pl_module, batch)
+            self._held = _held(trainer, pl_module)
             self._peak = self._measuring.enter_context(_peak_on(trainer.strategy.root_device))
+        _finish_work(trainer.strategy.root_device)
+        self._began_s = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End behind the second step whose memory is measured: it begins with the gradients of the first."""
-        ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if ends and len(self._starts) == self._warmup + self._steps + 2:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
+        _finish_work(trainer.strategy.root_device)
+        self._step_ms.append((time.perf_counter() - self._began_s) * 1e3)
+        if len(self._step_ms) >= self._warmup + self._steps + 2:
             self._measuring.close()
             trainer.should_stop = True
+
+    def _check_shapes(self, batch: Any) -> None:
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise ConfigError(
+                f"rank 0 has batches of {self._shapes} and of {shapes}: each is a step of its own, with its own memory "
+                "and time; drop what is shorter (drop_last=True, --trainer.limit_train_batches N), or pad to one length"
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What measures memory ends with the fit."""
@@ -78,29 +109,29 @@ class RehearsalClock(Callback):
             ConfigError: the fit ended early.
         """
         needed = self._warmup + self._steps + 2
-        if len(self._starts) < needed:
+        if len(self._step_ms) < needed:
             raise ConfigError(
-                f"training ended after {len(self._starts)} steps, but --warmup and --steps need {needed} with two for "
+                f"training ended after {len(self._step_ms)} steps, but --warmup and --steps need {needed} with two for "
                 "memory: lower them"
             )
         assert self._peak is not None
-        timed = self._starts[self._warmup : self._warmup + self._steps + 1]
+        above = 0 if self._peak.is_of_all else sum(self._held.values())
         return Rehearsed(
             parameters_bytes=self._held["parameters"],
             optimizer_bytes=self._held["optimizer"],
-            peak_bytes=sum(self._held.values()) + self._peak.peak_bytes,
-            step_ms=tuple((after - before) * 1e3 for before, after in pairwise(timed)),
+            peak_bytes=above + self._peak.peak_bytes,
+            step_ms=tuple(self._step_ms[self._warmup : self._warmup + self._steps]),
         )
 
 
-def _held(trainer: Trainer, module: LightningModule, batch: Any) -> dict[str, int]:
-    """Bytes that are there before a step."""
+def _held(trainer: Trainer, module: LightningModule) -> dict[str, int]:
+    """Bytes that are there before a step, the batch apart: that of the second one is made while memory is measured."""
     strategy = trainer.strategy
     assert isinstance(strategy, RehearsalStrategy)
     parameters = list(_storages(module.parameters()))
     state = [tree_leaves(list(optimizer.state.values())) for optimizer in trainer.optimizers]
     optimizer = list(_storages(leaf for leaves in state for leaf in leaves))
-    others = [*module.buffers(), *tree_leaves(batch), *strategy.constants]
+    others = [*module.buffers(), *strategy.constants]
     return {
         "parameters": sum(parameters),
         "optimizer": sum(optimizer),

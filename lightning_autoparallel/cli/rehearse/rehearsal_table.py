@@ -17,12 +17,19 @@ NOTES = (
     "Measured on this device, as rank 0, with its own shards, kernels, optimizer and data; collectives move nothing,",
     "so losses mean nothing. Memory is that of tensors alive, by the allocator's calls; computing is the median of",
     "steps, the optimizer and all else around them included. The predicted peak takes the optimizer's state as it is.",
+    "On a CPU the measured peak lacks what collectives on their way would still read, and tensors that are neither",
+    "parameters, buffers nor the optimizer's.",
 )
 _UNKNOWN = "-"
 
 
-def rehearsal_table(measured: Rehearsed, report: PlanReport, world_size: int, is_this_device: bool) -> Table:
-    """Memory and times of one rank. Times are compared where they are predicted for the device that ran."""
+def rehearsal_table(
+    measured: Rehearsed, report: PlanReport, world_size: int, is_this_device: bool, micro_batches: int = 1
+) -> Table:
+    """Memory and times of one rank. Times are compared where they are predicted for the device that ran.
+
+    Of ``micro_batches`` that add up no peak is predicted.
+    """
     mesh = ", ".join(f"{axis}: {size}" for axis, size in report.mesh.items())
     hardware = report.hardware.get("name", "nothing known")
     table = make_table(
@@ -30,14 +37,14 @@ def rehearsal_table(measured: Rehearsed, report: PlanReport, world_size: int, is
         ("",),
         ("measured", f"predicted for {hardware}", "measured / predicted"),
     )
-    peak = predicted_peak_bytes(measured, report)
+    peak = predicted_peak_bytes(measured, report, micro_batches)
     _bytes_row(table, "parameters", measured.parameters_bytes, report.parameters_bytes)
     _bytes_row(table, "optimizer's state", measured.optimizer_bytes, None)
     _bytes_row(table, "peak memory", measured.peak_bytes, peak)
-    computing = computing_us(report)
+    computing = computing_us(report, micro_batches)
     ratio = None if computing is None or not is_this_device else measured.median_ms * 1e3 / computing
     table.add_row("computing", format_time(measured.median_ms * 1e3), _time(computing), _ratio(ratio))
-    exposed = exposed_us(report)
+    exposed = exposed_us(report, micro_batches)
     table.add_row("exposed communication", _UNKNOWN, _time(exposed), _UNKNOWN)
     if exposed is not None and is_this_device:
         both = format_time(measured.median_ms * 1e3 + exposed)
@@ -45,28 +52,31 @@ def rehearsal_table(measured: Rehearsed, report: PlanReport, world_size: int, is
     return table
 
 
-def predicted_peak_bytes(measured: Rehearsed, report: PlanReport) -> int | None:
-    """Predicted bytes alive at most, with the state that the optimizer turned out to keep."""
+def predicted_peak_bytes(measured: Rehearsed, report: PlanReport, micro_batches: int = 1) -> int | None:
+    """Predicted bytes alive at most, with the state that the optimizer keeps; None where gradients add up."""
+    if micro_batches > 1:
+        return None
     return replace(report, optimizer_bytes=measured.optimizer_bytes).training_peak_bytes
 
 
-def computing_us(report: PlanReport) -> float | None:
-    """Predicted time of a step in which nothing is waited for; None where a cost is unknown."""
+def computing_us(report: PlanReport, micro_batches: int = 1) -> float | None:
+    """Predicted time of an optimizer step in which nothing is waited for; None where a cost is unknown."""
     if report.step_time_us is None:
         return None
-    return report.step_time_us - (exposed_us(report) or 0.0) + (report.around_us or 0.0)
+    exposed = exposed_us(report, micro_batches) or 0.0
+    return report.step_time_us * micro_batches - exposed + (report.around_us or 0.0)
 
 
-def exposed_us(report: PlanReport) -> float | None:
-    """Predicted communication of a step beside which nothing computes; None where a cost is unknown."""
+def exposed_us(report: PlanReport, micro_batches: int = 1) -> float | None:
+    """Predicted communication of an optimizer step beside which nothing computes; None where a cost is unknown."""
     if report.step_time_us is None:
         return None
-    return sum(report.predictions[name].exposed_us for name in report.step_graphs)
+    return micro_batches * sum(report.predictions[name].exposed_us for name in report.step_graphs)
 
 
-def as_json(measured: Rehearsed, report: PlanReport, world_size: int) -> dict[str, Any]:
+def as_json(measured: Rehearsed, report: PlanReport, world_size: int, micro_batches: int = 1) -> dict[str, Any]:
     """Both sides as numbers; bytes and milliseconds."""
-    computing, exposed = computing_us(report), exposed_us(report)
+    computing, exposed = computing_us(report, micro_batches), exposed_us(report, micro_batches)
     return {
         "world_size": world_size,
         "measured": {
@@ -77,7 +87,7 @@ def as_json(measured: Rehearsed, report: PlanReport, world_size: int) -> dict[st
         },
         "predicted": {
             "parameters_bytes": report.parameters_bytes,
-            "peak_bytes": predicted_peak_bytes(measured, report),
+            "peak_bytes": predicted_peak_bytes(measured, report, micro_batches),
             "computing_ms": None if computing is None else computing / 1e3,
             "exposed_ms": None if exposed is None else exposed / 1e3,
         },

@@ -6,19 +6,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.cli.rehearse.rehearsal_clock import RehearsalClock
 from lightning_autoparallel.cli.rehearse.rehearsal_table import NOTES, as_json, rehearsal_table
 from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
+from lightning_autoparallel.lightning_compat import (
+    DummyLogger,
+    LightningDataModule,
+    LightningModule,
+    Precision,
+    Trainer,
+)
 from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
 from lightning_autoparallel.strategy.one_rank import alone, check_no_world
 from lightning_autoparallel.strategy.rehearsal import RehearsalStrategy
 
 REHEARSE = "rehearse"
 _STEP = "training_step"
+_WHOLE_STEPS = (
+    "this training step runs its own Python around the modules that it calls, and what these exchange only ranks know "
+    "that are there: only steps that are captured whole are rehearsed"
+)
 
 
 class RehearsingTrainer(Trainer):
@@ -52,21 +64,27 @@ class RehearsingTrainer(Trainer):
         assert isinstance(strategy, RehearsalStrategy)
         (clock,) = (callback for callback in self.callbacks if isinstance(callback, RehearsalClock))  # type: ignore[attr-defined]
         check_no_world("rehearsing")
+        if strategy.capture.mode == "forward" or not model.automatic_optimization:
+            raise ConfigError(_WHOLE_STEPS)
         with alone():
             self.fit(model, datamodule=datamodule)
         if strategy.modes.get(_STEP) != "step":
-            raise ConfigError(
-                "this training step runs its own Python around the modules that it calls (a warning above says why): "
-                "only whole steps are rehearsed, as what calls exchange is known to ranks that are there"
-            )
+            raise ConfigError(f"{_WHOLE_STEPS} (a warning above says why)")
         report, measured = strategy.reports[_STEP], clock.result()
-        here = detected_hardware(strategy.root_device.type).name
-        is_here = bool(report.hardware.get("is_measured")) or report.hardware.get("name") == here
-        print_table(rehearsal_table(measured, report, strategy.world_size, is_here))
+        micro_batches = int(self.accumulate_grad_batches)
+        is_here = _is_here(report.hardware, strategy.root_device.type)
+        print_table(rehearsal_table(measured, report, strategy.world_size, is_here, micro_batches))
         print("\n".join(NOTES))
         if output is not None:
-            text = to_json(as_json(measured, report, strategy.world_size))
+            text = to_json(as_json(measured, report, strategy.world_size, micro_batches))
             ArtifactWriter(Path(output).parent).text(Path(output).name, text)
+
+
+def _is_here(hardware: Mapping[str, Any], device_type: str) -> bool:
+    """Whether times are predicted for this device; measured rates are taken for its own where they are of its kind."""
+    if hardware.get("is_measured"):
+        return bool(hardware.get("backend") == ("nccl" if device_type == "cuda" else "gloo"))
+    return bool(hardware.get("name") == detected_hardware(device_type).name)
 
 
 def add_rehearse_arguments(parser: LightningArgumentParser) -> list[str]:
@@ -87,6 +105,12 @@ def rehearsing_options(given: Mapping[str, Any], warmup: int, steps: int) -> dic
     """
     if warmup < 1 or steps < 1:
         raise ConfigError(f"--warmup {warmup} and --steps {steps} must both be at least 1: the first step compiles")
+    if given["accelerator"] in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"accelerator {given['accelerator']!r}, but this machine has no GPU: add --trainer.accelerator cpu, and "
+            "--strategy.hardware h100 for the graphs that GPUs would run"
+        )
+    plugins = given["plugins"] if isinstance(given["plugins"], list) else [given["plugins"]]
     # A schedule may reach to either: they are only ever raised. A rank of many may have one batch in an epoch.
     needed = warmup + steps + 2
     ends = {"max_steps": given["max_steps"], "max_epochs": given["max_epochs"]}
@@ -94,8 +118,9 @@ def rehearsing_options(given: Mapping[str, Any], warmup: int, steps: int) -> dic
     return {
         "devices": 1,
         "num_nodes": 1,
-        "plugins": None,
-        "logger": False,
+        "plugins": [plugin for plugin in plugins if isinstance(plugin, Precision)] or None,
+        "logger": DummyLogger(),  # for modules that speak to theirs
+        "detect_anomaly": False,
         "callbacks": [RehearsalClock(warmup, steps)],
         "profiler": None,
         "fast_dev_run": False,

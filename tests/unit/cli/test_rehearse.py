@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel.cli.main import main
@@ -18,6 +19,7 @@ from lightning_autoparallel.cli.rehearse import rehearsing_options
 from lightning_autoparallel.cli.rehearse.rehearsal_clock import RehearsalClock, Rehearsed
 from lightning_autoparallel.cli.rehearse.rehearsal_table import predicted_peak_bytes
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.models import Llama3Module
 from lightning_autoparallel.strategy.one_rank import alone
 from lightning_autoparallel.strategy.rehearsal import RehearsalStrategy
@@ -35,6 +37,8 @@ RECIPE = {
     },
 }
 
+GIVEN = {"accelerator": "cpu", "plugins": None}
+
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
@@ -50,7 +54,7 @@ def rehearse(folder, *arguments: str, **sections: Any) -> int:
 def rehearsed(module: LightningModule, batches: list[Any], **options: Any) -> tuple[Rehearsed, PlanReport]:
     """What one rank was measured to take, and what was predicted of it."""
     strategy = RehearsalStrategy(**{"world_size": 8, "mesh": {"dp_shard": 8}, "plan": "fsdp", **options})
-    given = rehearsing_options({"max_steps": -1, "max_epochs": 1}, 1, 1)
+    given = rehearsing_options({**GIVEN, "max_steps": -1, "max_epochs": 1}, 1, 1)
     (clock,) = given["callbacks"]
     assert isinstance(clock, RehearsalClock)
     module.train_dataloader = lambda: DataLoader(batches, batch_size=None)
@@ -82,12 +86,46 @@ def test_peaks_are_as_predicted(name: str, plan: str):
 
 
 def test_an_epoch_of_one_batch_is_repeated_and_micro_batches_make_one_step(tmp_path):
-    given = rehearsing_options({"max_steps": -1, "max_epochs": 1}, 2, 3)
+    given = rehearsing_options({**GIVEN, "max_steps": -1, "max_epochs": 1}, 2, 3)
     assert given["max_epochs"] == 7 and given["max_steps"] == -1  # two more for memory
     trainer = {**RECIPE["trainer"], "accumulate_grad_batches": 2, "limit_train_batches": 4}
     assert rehearse(tmp_path, "--world-size", "8", "--output", "figures.json", trainer=trainer) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert len(figures["measured"]["step_ms"]) == 2
+    predicted, report = figures["predicted"], figures["report"]
+    assert predicted["peak_bytes"] is None  # gradients that add up are not reckoned with
+    halves = [report[half] for half in ("forward", "backward")]
+    one = sum(half["time_us"] - half["exposed_us"] for half in halves) / 1e3
+    assert predicted["computing_ms"] == pytest.approx(2 * one + (report["around_us"] or 0.0) / 1e3, rel=1e-6)
+
+
+class KeepsCheckpoints(Llama3Module):
+    """Brings what writes, skips one batch, and speaks to its logger."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [ModelCheckpoint(dirpath="kept", save_last=True, every_n_train_steps=1), LearningRateMonitor()]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        assert self.logger is not None
+        self.logger.log_metrics({"seen": 1.0})
+        super().on_train_batch_start(batch, batch_idx)
+        return -1 if batch_idx == 2 else None
+
+
+def test_nothing_is_written_and_a_skipped_batch_is_no_step(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/last.ckpt").write_text("precious")
+    model = {"class_path": f"{__name__}.KeepsCheckpoints", "init_args": {"size": "debug"}}
+    assert rehearse(tmp_path, "--world-size", "8", "--output", "figures.json", model=model) == 0
+    assert (tmp_path / "kept/last.ckpt").read_text() == "precious"
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["last.ckpt"]
+    assert len(json.loads((tmp_path / "figures.json").read_text())["measured"]["step_ms"]) == 2
+
+
+def test_batches_of_two_shapes_are_refused():
+    module, batches = make_model("tied"), [*make_batches("tied", 1, 8), *make_batches("tied", 4, 4)]
+    with pytest.raises(ConfigError, match="drop what is shorter"):
+        rehearsed(module, batches, world_size=1, mesh={"dp_shard": 1})
 
 
 def test_a_rank_of_tensor_parallelism_runs_as_its_job_would(tmp_path, capsys):
@@ -119,8 +157,10 @@ class AsksItsRows(Llama3Module):
         (
             ["--world-size", "8"],
             {"model": {"class_path": f"{__name__}.AsksItsRows", "init_args": {"size": "debug"}}},
-            "only whole steps are rehearsed",
+            "only steps that are captured whole are rehearsed",
         ),
+        (["--world-size", "8"], {"strategy": {"capture": "forward"}}, "only steps that are captured whole"),
+        (["--world-size", "8", "--trainer.accelerator", "gpu"], {}, "add --trainer.accelerator cpu"),
     ],
 )
 def test_what_is_refused(arguments, sections, said, tmp_path, capsys):
