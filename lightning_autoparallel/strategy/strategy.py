@@ -269,10 +269,9 @@ class AutoParallelStrategy(SavingStrategy):
             return self._engine
         assert self._control is not None
         precision.convert_module(module)
-        nodes = replace(self.config, ranks_per_node=self.config.ranks_per_node or self.num_processes)
         context = StageContext(
             mesh=self.mesh,
-            config=nodes,
+            config=replace(self.config, ranks_per_node=self.config.ranks_per_node or self.num_processes),
             control=self._control,
             warn=rank_zero_warn,
             progress=self._progress_of(module),
