@@ -58,11 +58,7 @@ from lightning_autoparallel.pipeline.agreed_calls import check_agreement, check_
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
 from lightning_autoparallel.pipeline.found_plan import OverBudgetError, find_plan
-from lightning_autoparallel.pipeline.local_calls import (
-    call_state,
-    named_state,
-    records_gradients,
-)
+from lightning_autoparallel.pipeline.local_calls import call_state, named_state, records_gradients
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
