@@ -16,6 +16,7 @@ from lightning_autoparallel.cli.bench.measurements import OURS, Contender, Job, 
 from lightning_autoparallel.cli.bench.processes import error_path, result_path
 from lightning_autoparallel.cli.bench.rows import RowSplit, lightning_strategy
 from lightning_autoparallel.cli.bench.wrap import prepare_module
+from lightning_autoparallel.cli.measured_alone import MEASURED_ALONE
 from lightning_autoparallel.lightning_compat import ClusterEnvironment, LightningEnvironment, Strategy, Trainer
 from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser, LightningCLI
 from lightning_autoparallel.strategy import AutoParallelStrategy
@@ -76,21 +77,10 @@ def timed_only(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     # A schedule may reach to max_steps: it is only ever raised. With it, epochs are repeated as long as needed.
     ends = {} if given["max_steps"] < 0 else {"max_steps": max(given["max_steps"], batches), "max_epochs": -1}
     return {
+        **MEASURED_ALONE,
         "devices": job.processes,
-        "num_nodes": 1,
         "plugins": [*(p for p in plugins if not isinstance(p, ClusterEnvironment)), LightningEnvironment()],
         "logger": False,
-        "profiler": None,
-        "fast_dev_run": False,
-        "barebones": False,
-        "min_epochs": None,
-        "min_steps": None,
-        "max_time": None,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         **order,
         **ends,
     }

@@ -10,6 +10,7 @@ import torch
 
 from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
+from lightning_autoparallel.cli.measured_alone import MEASURED_ALONE
 from lightning_autoparallel.cli.rehearse.rehearsal_clock import RehearsalClock
 from lightning_autoparallel.cli.rehearse.rehearsal_table import NOTES, as_json, rehearsal_table
 from lightning_autoparallel.cost.detect import detected_hardware
@@ -116,22 +117,11 @@ def rehearsing_options(given: Mapping[str, Any], warmup: int, steps: int) -> dic
     ends = {"max_steps": given["max_steps"], "max_epochs": given["max_epochs"]}
     ends = {name: end if end in (None, -1) else max(end, needed) for name, end in ends.items()}
     return {
+        **MEASURED_ALONE,
         "devices": 1,
-        "num_nodes": 1,
         "plugins": [plugin for plugin in plugins if isinstance(plugin, Precision)] or None,
         "logger": DummyLogger(),  # for modules that speak to theirs
         "detect_anomaly": False,
         "callbacks": [RehearsalClock(warmup, steps)],
-        "profiler": None,
-        "fast_dev_run": False,
-        "barebones": False,
-        "min_epochs": None,
-        "min_steps": None,
-        "max_time": None,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         **ends,
     }
