@@ -209,6 +209,7 @@ class PartitionedGraph:
     ``backward`` takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
     ``decisions`` say for every call of the forward, by its name, whether the backward, where it needs the value, reads
     what was saved or recomputes it. A recomputed call has the same name in both graphs until passes rewrite them.
+    It ``keeps_gradients`` where those of the step before are alive through the forward.
     """
 
     sharded: ShardedGraph
@@ -217,6 +218,7 @@ class PartitionedGraph:
     saved_inputs: tuple[int, ...] = ()
     saved_values: int = 0
     decisions: Mapping[str, Decision] = field(default_factory=dict)
+    keeps_gradients: bool = True
 
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs by their names in reports: ``forward`` and ``backward``, or ``inference`` alone."""

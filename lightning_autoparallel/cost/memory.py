@@ -51,9 +51,9 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
 
     The batch, buffers and constants are alive throughout; what the step returned (loss, outputs, logged values) is
     alive through the backward, whose caller holds it. Saved values are freed after their last use, gradients are alive
-    from their creation to the end, and through the next step's forward. Gradients of earlier micro-batches, where they
-    accumulate, come on top of the backward's. Every
-    storage is rounded up to a multiple of ``allocation_bytes``.
+    from their creation to the end, and through the next step's forward where it ``keeps_gradients``. Gradients of
+    earlier micro-batches, where they accumulate, come on top of the backward's. Every storage is rounded up to a
+    multiple of ``allocation_bytes``.
 
     Raises:
         UnsupportedOpError: a node has no recorded value.
@@ -115,8 +115,8 @@ class _Handover:
         )
 
     def _last_gradients(self, allocation_bytes: int) -> list[MemoryShare]:
-        """Those of the step before: Lightning frees them between a step's forward and its backward."""
-        if self._partitioned.backward is None:
+        """Those of the step before, where they are freed between a step's forward and its backward."""
+        if self._partitioned.backward is None or not self._partitioned.keeps_gradients:
             return []
         items = [item for item in self._partitioned.sharded.outputs if item.kind == "gradient"]
         results = self._partitioned.backward.graph.output_node().args[0]

@@ -29,6 +29,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
         Callback,
+        GradientAccumulationScheduler,
         ModelPruning,
         StochasticWeightAveraging,
         ThroughputMonitor,
@@ -72,6 +73,7 @@ else:
     from pytorch_lightning import __version__ as LIGHTNING_VERSION
     from pytorch_lightning.callbacks import (
         Callback,
+        GradientAccumulationScheduler,
         ModelPruning,
         StochasticWeightAveraging,
         ThroughputMonitor,
@@ -132,6 +134,22 @@ def gets_checkpoints(module: LightningModule, hook: Literal["on_load_checkpoint"
     if hook == "on_load_checkpoint":
         hooks.append((module.load_state_dict, LightningModule.load_state_dict))
     return any(getattr(given, "__func__", None) is not plain for given, plain in hooks)
+
+
+def hears_of_cleared_gradients(trainer: Trainer) -> bool:
+    """Whether the module or a callback has a hook that runs where a training clears gradients."""
+    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
+    hooks: list[tuple[Any, Any]] = [(each.on_before_zero_grad, Callback.on_before_zero_grad) for each in callbacks]
+    hooks.append((module.on_before_zero_grad, LightningModule.on_before_zero_grad))
+    hooks.append((module.optimizer_zero_grad, LightningModule.optimizer_zero_grad))
+    return any(getattr(given, "__func__", None) is not plain for given, plain in hooks)
+
+
+def clears_gradients(trainer: Trainer) -> bool:
+    """Whether Lightning clears gradients between the forward and the backward of the batch that trains now."""
+    loop = trainer.fit_loop.epoch_loop
+    is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return is_first and not trainer.fit_loop._skip_backward
 
 
 def restore_modules_and_callbacks(trainer: Trainer) -> None:
@@ -221,6 +239,7 @@ __all__ = [
     "DoublePrecision",
     "DummyLogger",
     "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "LightningDataModule",
     "LightningEnvironment",
@@ -247,6 +266,7 @@ __all__ = [
     "batch_samplers_that_keep_indices",
     "batches_begun",
     "check_flavour",
+    "clears_gradients",
     "current_loader",
     "data_connector",
     "default_process_group_backend",
@@ -255,6 +275,7 @@ __all__ = [
     "extract_batch_size",
     "gets_checkpoints",
     "grad_norm",
+    "hears_of_cleared_gradients",
     "init_process_group",
     "injected_samplers",
     "is_param_in_hook_signature",

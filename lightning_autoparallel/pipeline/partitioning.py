@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -16,12 +16,14 @@ from lightning_autoparallel.cost.memory import StepMemory, predict_step_memory
 class Partitioning:
     """Partitions one graph; what was partitioned last is not partitioned again while its calls are the same.
 
-    ``first_bytes`` are those of the peak that was asked for first, 0 where none was.
+    ``first_bytes`` are those of the peak that was asked for first, 0 where none was. It ``keeps_gradients`` as
+    ``PartitionedGraph`` does.
     """
 
     sharded: ShardedGraph
     reshard_after_forward: bool
     policy: str | CheckpointFunction
+    keeps_gradients: bool
     first_bytes: int = 0
     _warnings: list[str] = field(default_factory=list)
     _last: tuple[tuple[fx.Node, ...], PartitionedGraph] | None = None
@@ -49,5 +51,5 @@ class Partitioning:
         if self._last is None or self._last[0] != calls:
             self._warnings.clear()
             made = partition_graph(self.sharded, self.reshard_after_forward, self.policy, self._warnings.append)
-            self._last = calls, made
+            self._last = calls, replace(made, keeps_gradients=self.keeps_gradients)
         return self._last[1]

@@ -65,7 +65,8 @@ from lightning_autoparallel.torch_compat.collectives import group_place
 class StageContext:
     """What the stages need besides the step: where it runs, how, and whom to tell.
 
-    Where it ``rehearses``, steps run in a fake world too.
+    Where it ``rehearses``, steps run in a fake world too. ``keeps_gradients`` says of a step's name whether the
+    gradients of the step before are alive through its forward on this rank.
     """
 
     mesh: ParallelMesh
@@ -76,6 +77,7 @@ class StageContext:
     told: set[str] = field(default_factory=set)
     found: FoundPlan = field(default_factory=FoundPlan)
     rehearses: bool = False
+    keeps_gradients: Callable[[str], bool] = lambda name: True
 
     @property
     def plan(self) -> PlanSpec:
@@ -275,8 +277,10 @@ def _rewritten(
     """Passes over the joint graph, the partition, passes over what it made."""
     config, groups = context.config, AxesByGroup(context.mesh)
     error: Exception | None = None
+    # All ranks reckon alike, though one of them may have a hook that looks at gradients.
+    keeps = sharded.has_backward and context.control.any([context.keeps_gradients(sharded.name)])[0]
     try:
-        partitioned, reports, room_bytes = _partitioned(sharded, context, groups, artifacts, costs)
+        partitioned, reports, room_bytes = _partitioned(sharded, context, groups, artifacts, costs, keeps)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
@@ -303,11 +307,16 @@ def _rewritten(
 
 
 def _partitioned(
-    sharded: ShardedGraph, context: StageContext, groups: AxesByGroup, artifacts: ArtifactWriter, costs: CostModel
+    sharded: ShardedGraph,
+    context: StageContext,
+    groups: AxesByGroup,
+    artifacts: ArtifactWriter,
+    costs: CostModel,
+    keeps_gradients: bool,
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...], int]:
     """Passes over the joint graph and the partition; with the bytes that it would take without some of them."""
     config, policy = context.config, context.found.policy or context.checkpointing
-    partition = Partitioning(sharded, config.reshard_after_forward, policy)
+    partition = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients)
     reports = run_passes(
         sharded.graph_module,
         sharded.name,

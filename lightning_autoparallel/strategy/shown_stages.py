@@ -1,4 +1,4 @@
-"""Where stages that take long are shown: in the Trainer's progress bar, or on a terminal of their own."""
+"""What a training shows: stages that take long, in its progress bar or on a terminal of their own, and its plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.lightning_compat import Trainer, rank_zero_debug, rank_zero_info
 from lightning_autoparallel.pipeline.progress import StageProgress, terminal_display
 
@@ -25,6 +26,15 @@ def planning_progress(options: Mapping[str, Any]) -> StageProgress:
     """For planning in one process, with the ``options`` of the training's Trainer."""
     is_on = options.get("enable_progress_bar") is not False and not options.get("barebones")
     return StageProgress(is_on=lambda: is_on, display=terminal_display, tell=rank_zero_info, note=rank_zero_debug)
+
+
+def plan_summary(report: PlanReport) -> str:
+    """A planned step in one line."""
+    mesh = ", ".join(f"{name}: {size}" for name, size in report.mesh.items())
+    launches = ", ".join(f"{count} on {axes}" for axes, count in report.launches().items()) or "none"
+    peak = report.predicted_peak_bytes
+    shown = "" if peak is None else f", predicted peak {peak / 2**30:.2f} GiB"
+    return f"autoparallel: mesh {{{mesh}}}, plan {report.plan}, collectives per step: {launches}{shown}"
 
 
 def _has_bar(trainer: Trainer) -> bool:

@@ -39,6 +39,7 @@ from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, need
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
+from lightning_autoparallel.strategy.early_gradients import keeps_gradients
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
@@ -49,7 +50,7 @@ from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memo
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.pruning import pruned_whole
 from lightning_autoparallel.strategy.saving import SavingStrategy
-from lightning_autoparallel.strategy.shown_stages import training_progress
+from lightning_autoparallel.strategy.shown_stages import plan_summary, training_progress
 from lightning_autoparallel.strategy.starting import shard_and_load
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.whole import made_whole
@@ -276,6 +277,7 @@ class AutoParallelStrategy(SavingStrategy):
             warn=rank_zero_warn,
             progress=self._progress_of(module),
             rehearses=self.rehearses,
+            keeps_gradients=lambda name: keeps_gradients(module.trainer, name),
         )
         seed = self._control.gather(torch.initial_seed())[0]
         self._engine = StepEngine(
@@ -356,7 +358,7 @@ class AutoParallelStrategy(SavingStrategy):
         assert self._steps is not None
         if not self._told_plan and self._steps.modes.get("training_step") == "step":
             self._told_plan = True
-            rank_zero_info(_summary(self.reports["training_step"]))
+            rank_zero_info(plan_summary(self.reports["training_step"]))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the validation step."""
@@ -479,14 +481,6 @@ class AutoParallelStrategy(SavingStrategy):
                 yield
         finally:
             self._is_sharded = True
-
-
-def _summary(report: PlanReport) -> str:
-    mesh = ", ".join(f"{name}: {size}" for name, size in report.mesh.items())
-    launches = ", ".join(f"{count} on {axes}" for axes, count in report.launches().items()) or "none"
-    peak = report.predicted_peak_bytes
-    shown = "" if peak is None else f", predicted peak {peak / 2**30:.2f} GiB"
-    return f"autoparallel: mesh {{{mesh}}}, plan {report.plan}, collectives per step: {launches}{shown}"
 
 
 def _tell_repeated(trainer: Trainer, rows: int) -> None:
