@@ -23,7 +23,7 @@ Leaves = list[tuple[str, Any]]
 _MOST_NESTED = 4  # objects in objects; what lies deeper is something else than a batch
 _NUMBERS = (bool, int, float, complex, numpy.generic)
 _TEXTS = (str, bytes, type(None))
-_WHOLE = (Tensor, *_NUMBERS, *_TEXTS, Enum, type, torch.dtype, torch.device, torch.Generator)
+_WHOLE = (*_NUMBERS, *_TEXTS, Enum, type, torch.dtype, torch.device, torch.Generator)
 _NO_DATA = (nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
 _STANDARD = ("builtins", "pathlib", "datetime", "decimal", "fractions", "uuid")
 
@@ -77,7 +77,7 @@ def check_same_leaves(name: str, batch: Any, leaves: Sequence[Any]) -> None:
 
 
 def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
-    if isinstance(value, _WHOLE):
+    if _is_whole(value):
         return None
     if isinstance(value, Mapping):
         keys = list(value)
@@ -103,6 +103,12 @@ def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
         )
     registered = registered_children(value)
     return registered and (list(range(len(registered[0]))), *registered)
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, Tensor):  # by itself: torch 2.14 traces no tensor through kinds with a check of their own
+        return True
+    return isinstance(value, _WHOLE)
 
 
 def structure_of(batch: Any) -> str:
@@ -160,7 +166,7 @@ def _slots_of(kind: type) -> list[str]:
 
 def is_data(value: Any) -> bool:
     """Whether a leaf is plain: a tensor, a number, a text, or one of the standard library's values."""
-    return isinstance(value, _WHOLE) or type(value).__module__.partition(".")[0] in _STANDARD
+    return _is_whole(value) or type(value).__module__.partition(".")[0] in _STANDARD
 
 
 def ragged_part(value: Any, depth: int = 0) -> str | None:
