@@ -21,6 +21,14 @@ def detected_hardware(device_type: str, otherwise: str = "h100") -> HardwareSpec
     return HARDWARE[entry_of(torch.cuda.get_device_name(), otherwise)]
 
 
+def unlisted_gpu() -> str | None:
+    """The name of this process's GPU where the table has no entry for it."""
+    if not torch.cuda.is_available():
+        return None
+    name = str(torch.cuda.get_device_name())
+    return None if any(part in name for part, _ in _NAMES) else name
+
+
 def entry_of(device_name: str, otherwise: str) -> str:
     """The name of the table's entry for a device of this name: ``h100`` of ``NVIDIA H100 80GB HBM3``."""
     return next((entry for part, entry in _NAMES if part in device_name), otherwise)

@@ -6,7 +6,7 @@ public name here. The command line is in ``lightning_compat.cli``.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -136,20 +136,22 @@ def gets_checkpoints(module: LightningModule, hook: Literal["on_load_checkpoint"
     return any(getattr(given, "__func__", None) is not plain for given, plain in hooks)
 
 
-def hears_of_cleared_gradients(trainer: Trainer) -> bool:
+def hears_of_cleared_gradients(module: LightningModule, callbacks: Sequence[Callback]) -> bool:
     """Whether the module or a callback has a hook that runs where a training clears gradients."""
-    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
     hooks: list[tuple[Any, Any]] = [(each.on_before_zero_grad, Callback.on_before_zero_grad) for each in callbacks]
     hooks.append((module.on_before_zero_grad, LightningModule.on_before_zero_grad))
     hooks.append((module.optimizer_zero_grad, LightningModule.optimizer_zero_grad))
     return any(getattr(given, "__func__", None) is not plain for given, plain in hooks)
 
 
-def clears_gradients(trainer: Trainer) -> bool:
-    """Whether Lightning clears gradients between the forward and the backward of the batch that trains now."""
-    loop = trainer.fit_loop.epoch_loop
-    is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
-    return is_first and not trainer.fit_loop._skip_backward
+def begins_to_accumulate(trainer: Trainer) -> bool:
+    """Whether the batch that trains now is the first of those whose gradients add up, perhaps the only one."""
+    return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether a training runs forwards only, as for the statistics of averaged weights."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 def restore_modules_and_callbacks(trainer: Trainer) -> None:
@@ -265,8 +267,8 @@ __all__ = [
     "all_gather_if_available",
     "batch_samplers_that_keep_indices",
     "batches_begun",
+    "begins_to_accumulate",
     "check_flavour",
-    "clears_gradients",
     "current_loader",
     "data_connector",
     "default_process_group_backend",

@@ -35,6 +35,7 @@ from lightning_autoparallel.pipeline.fastest_plan import (
     fastest,
 )
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
+from lightning_autoparallel.pipeline.memory_budget import budget_bytes
 from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 
 CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
-_USABLE = 0.9  # of a device's memory
 _A_LITTLE_MORE, _A_LITTLE_LESS = 1.01, 0.999  # than what is missing, or was there: then it ends
 _ROUNDS = 4
 
@@ -230,11 +230,10 @@ def find_plan_of(
 ) -> RewrittenStep | None:
     """As ``find_plan``, for a step that every rank has captured; what passes made of it, where they were asked."""
     check_same_graph(captured, None, context.control)
-    costs = cost_model(context.config, context.mesh, context.control)
+    costs = cost_model(context.config, context.mesh, context.control, context.warn_once)
     check_same_settings("before a plan is found", _settings(context, costs), context.control)
-    given = context.config.memory_budget_gib
     found = context.found
-    found.budget_bytes = given * 2**30 if given is not None else _USABLE * costs.hardware.memory_bytes
+    found.budget_bytes = budget_bytes(context.config, context.mesh, costs.hardware, context.control)
     budget = max(found.budget_bytes - found.missing_bytes, 1.0)
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
     before = found.spec, found.document, found.notes, found.policy

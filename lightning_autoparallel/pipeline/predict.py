@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from lightning_autoparallel.contracts import (
     TimelineEvent,
 )
 from lightning_autoparallel.cost import CostModel, HardwareSpec, hardware_from, mesh_groups
-from lightning_autoparallel.cost.detect import detected_hardware
+from lightning_autoparallel.cost.detect import detected_hardware, unlisted_gpu
 from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predict_step_memory
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState, update_time_us
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
@@ -30,27 +30,37 @@ from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
 
 
-def cost_model(config: EngineConfig, mesh: ParallelMesh, control: ControlGroup) -> CostModel:
+def cost_model(
+    config: EngineConfig, mesh: ParallelMesh, control: ControlGroup, warn: Callable[[str], None]
+) -> CostModel:
     """The costs of a mesh on the configured hardware, or on that of its devices; equal on all ranks.
 
-    That is ``cpu`` where processes talk over gloo, ``h100`` in a world without devices, and rank 0's GPU elsewhere.
+    That is ``cpu`` where processes talk over gloo, ``h100`` in a world without devices, and rank 0's GPU elsewhere;
+    ``warn`` is told where the table has no such GPU.
 
     Raises:
         ConfigError: the hardware is not known.
     """
-    hardware = hardware_from(config.hardware or hardware_of_devices(mesh.backend, control))
+    hardware = hardware_from(config.hardware or hardware_of_devices(mesh.backend, control, warn))
     if config.ranks_per_node is not None:
         hardware = replace(hardware, ranks_per_node=config.ranks_per_node)
     return CostModel(hardware=hardware, groups=mesh_groups(mesh, hardware.ranks_per_node))
 
 
-def hardware_of_devices(backend: str, control: ControlGroup) -> str:
+def hardware_of_devices(backend: str, control: ControlGroup, warn: Callable[[str], None]) -> str:
     """A name in the table of hardware; all ranks ask together."""
     if backend == "gloo":
         return "cpu"
     if backend == "fake":
         return "h100"
-    return str(control.gather(detected_hardware("cuda").name)[0])
+    name, unlisted = control.gather((detected_hardware("cuda").name, unlisted_gpu()))[0]
+    if unlisted is not None:
+        warn(
+            f"autoparallel: {unlisted} is in no table of hardware, and is taken for {name}: plans and passes go by its "
+            "rates; `lightning-autoparallel calibrate --output rates.yaml` measures this one's, for "
+            "strategy.hardware=rates.yaml"
+        )
+    return str(name)
 
 
 def with_predictions(

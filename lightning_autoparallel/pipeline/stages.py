@@ -140,7 +140,7 @@ def finish_step(
     timings = {} if timings is None else timings
     clock = _clock(captured.name, timings, context.progress)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
-    costs = cost_model(context.config, context.mesh, context.control)
+    costs = cost_model(context.config, context.mesh, context.control, context.warn_once)
     if rewritten is None:
         rewritten = _applied(captured, plan, context, costs, artifacts)
     timings.update(rewritten.timings)
@@ -276,9 +276,8 @@ def _rewritten(
 ) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
     """Passes over the joint graph, the partition, passes over what it made."""
     config, groups = context.config, AxesByGroup(context.mesh)
+    keeps = sharded.has_backward and _keeps_gradients(sharded.name, context)
     error: Exception | None = None
-    # All ranks reckon alike, though one of them may have a hook that looks at gradients.
-    keeps = sharded.has_backward and context.control.any([context.keeps_gradients(sharded.name)])[0]
     try:
         partitioned, reports, room_bytes = _partitioned(sharded, context, groups, artifacts, costs, keeps)
     except Exception as caught:  # raised again below, once every rank knows
@@ -304,6 +303,18 @@ def _rewritten(
             rewritten, name, passes, groups, artifacts, config.disabled_passes, context.progress.advance
         )
     return partitioned, (*reports, *(report for half in partitioned.graphs() for report in told[half]))
+
+
+def _keeps_gradients(name: str, context: StageContext) -> bool:
+    """All ranks reckon alike, though one of them may have a hook that looks at gradients."""
+    error: Exception | None = None
+    keeps = True
+    try:
+        keeps = context.keeps_gradients(name)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    return context.control.any([keeps])[0]
 
 
 def _partitioned(

@@ -6,41 +6,75 @@ reads none, so that they can go before it; what Lightning calls there, it calls 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.lightning_compat import (
+    Callback,
     GradientAccumulationScheduler,
+    LightningModule,
     Trainer,
-    clears_gradients,
+    begins_to_accumulate,
     hears_of_cleared_gradients,
+    skips_backward,
 )
 
-__all__ = ["free_gradients", "keeps_gradients"]
+__all__ = ["free_gradients", "keeps_gradients", "told_of_kept"]
 
 
-def free_gradients(trainer: Trainer) -> None:
-    """Clear what Lightning would clear behind the forward that comes now, if nothing looks at it until then."""
-    if clears_gradients(trainer) and not _is_seen(trainer):
-        for optimizer in trainer.optimizers:
-            optimizer.zero_grad()
+def free_gradients(trainer: Trainer) -> bool:
+    """Let go what Lightning would clear behind the forward that comes now, if nothing looks at it until then.
+
+    Whether they stay through that forward, which a backward follows.
+    """
+    if skips_backward(trainer):
+        return False
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not begins_to_accumulate(trainer) or _is_seen(trainer.lightning_module, trainer.optimizers, callbacks):
+        return True
+    for parameter in _held(trainer.optimizers):
+        parameter.grad = None
+    return False
 
 
-def keeps_gradients(trainer: Trainer, name: str) -> bool:
+def keeps_gradients(
+    module: LightningModule, optimizers: Sequence[Optimizer], callbacks: Sequence[Callback], name: str
+) -> bool:
     """Whether gradients are alive through the forward of some training step that is captured whole as ``name``.
 
-    Those of the micro-batch before are, where several add up.
+    Those of the micro-batch before are, where several add up, and those of parameters that no optimizer clears.
     """
-    several = trainer.accumulate_grad_batches != 1 or any(
-        isinstance(callback, GradientAccumulationScheduler)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    several = module.trainer.accumulate_grad_batches != 1 or any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in callbacks
     )
-    return name != "training_step" or several or _is_seen(trainer)
+    if name != "training_step" or several:
+        return True
+    trained = sum(parameter.requires_grad for parameter in module.parameters())
+    held = {id(parameter) for parameter in _held(optimizers) if parameter.requires_grad}
+    return len(held) < trained or _is_seen(module, optimizers, callbacks)
 
 
-def _is_seen(trainer: Trainer) -> bool:
+def told_of_kept(module: LightningModule) -> str | None:
+    """What is to be said where gradients stay through a forward whose prediction lacks them; None without any."""
+    if all(parameter.grad is None for parameter in module.parameters()):
+        return None
+    return (
+        "autoparallel: the gradients of the step before stay through the forward of training_step, which was captured "
+        "when they were freed before it: a hook or an optimizer clears them now, or micro-batches add up. More memory "
+        "is taken than was predicted, by one copy of the gradients"
+    )
+
+
+def _held(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_seen(module: LightningModule, optimizers: Sequence[Optimizer], callbacks: Sequence[Callback]) -> bool:
     """Whether somebody may look at gradients, or clear them in a way of its own, between forward and backward."""
-    own_way = any(
-        type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
-        for optimizer in trainer.optimizers
+    own_way = any(  # an optimizer for Lightning is whatever has a step and groups of parameters
+        getattr(type(optimizer), "zero_grad", None) is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+        for optimizer in optimizers
     )
-    return own_way or not trainer.lightning_module.automatic_optimization or hears_of_cleared_gradients(trainer)
+    return own_way or not module.automatic_optimization or hears_of_cleared_gradients(module, callbacks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ import torch
 from lightning_autoparallel.config import AUTO, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
-from lightning_autoparallel.lightning_compat import LightningModule, Trainer
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
+from lightning_autoparallel.strategy.early_gradients import keeps_gradients
 from lightning_autoparallel.strategy.mesh_search import meshes
 from lightning_autoparallel.strategy.one_rank import OneRankStrategy
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
@@ -63,6 +64,7 @@ class PlanningStrategy(OneRankStrategy):
         self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
         self.global_batch_size = _checked_rows(global_batch_size, searches)
         self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any
+        self.left_out: Sequence[Callback] = ()  # of the training's callbacks
         self._inference = inference
         self._probe: OptimizerProbe | None = None
         self._probe_error: str | None = None
@@ -82,6 +84,9 @@ class PlanningStrategy(OneRankStrategy):
         """Always on meta."""
         with on_meta("configure_model"), super().tensor_init_context(empty_init=True):
             yield
+
+    def _keeps_gradients(self, module: LightningModule, name: str) -> bool:
+        return keeps_gradients(module, self.optimizers, self.left_out, name)
 
     def _progress_of(self, module: LightningModule) -> StageProgress:
         return self.progress

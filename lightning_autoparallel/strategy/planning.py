@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
 from lightning_autoparallel.lightning_compat import (
+    Callback,
     LightningDataModule,
     LightningModule,
     Trainer,
@@ -47,9 +48,11 @@ def planning_trainer(
 ) -> Trainer:
     """A Trainer that plans: ``options`` of the training's Trainer hold as far as they change its steps.
 
-    Loggers, callbacks, profilers, plugins and devices do not; precision, limits and accumulation do. Without a progress
-    bar stages that take long are not shown either.
+    Loggers, callbacks, profilers, plugins and devices do not; precision, limits and accumulation do, and whether a
+    callback looks at gradients. Without a progress bar stages that take long are not shown either.
     """
+    given = options.get("callbacks") or ()
+    strategy.left_out = [given] if isinstance(given, Callback) else list(given)
     strategy.progress = planning_progress(options)
     return trainer_class(**{**options, **_REPLACED, "strategy": strategy})
 

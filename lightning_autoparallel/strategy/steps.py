@@ -21,7 +21,7 @@ from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.pipeline.plan_of_calls import begin_step
-from lightning_autoparallel.strategy.early_gradients import free_gradients
+from lightning_autoparallel.strategy.early_gradients import free_gradients, told_of_kept
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
 from lightning_autoparallel.strategy.last_rows import RowDim, RowsOfBatch, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
@@ -195,7 +195,10 @@ class LightningSteps:
         call = dataclasses.replace(self._call(name, args), common=rows.common)
         ready = self._engine.ready(call, args[0], counters)  # nothing has run where this raises
         if name == "training_step":
-            free_gradients(self._trainer)
+            stay = free_gradients(self._trainer) and not ready.variant.step.partitioned.keeps_gradients
+            told = told_of_kept(self._module) if stay else None
+            if told is not None:
+                self._notice(told)
         result = ready.run(around)
         if name == "training_step":
             # Of the variant that ran: the engine's reports are of the last one that was captured.

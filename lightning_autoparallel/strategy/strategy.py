@@ -277,7 +277,7 @@ class AutoParallelStrategy(SavingStrategy):
             warn=rank_zero_warn,
             progress=self._progress_of(module),
             rehearses=self.rehearses,
-            keeps_gradients=lambda name: keeps_gradients(module.trainer, name),
+            keeps_gradients=partial(self._keeps_gradients, module),
         )
         seed = self._control.gather(torch.initial_seed())[0]
         self._engine = StepEngine(
@@ -286,6 +286,9 @@ class AutoParallelStrategy(SavingStrategy):
         self._engine_precision = precision.precision
         self._place_parameters(self._engine)
         return self._engine
+
+    def _keeps_gradients(self, module: LightningModule, name: str) -> bool:
+        return keeps_gradients(module, self.optimizers, module.trainer.callbacks, name)  # type: ignore[attr-defined]
 
     def _progress_of(self, module: LightningModule) -> StageProgress:
         return training_progress(lambda: module.trainer)

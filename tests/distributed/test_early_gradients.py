@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
+from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.strategy.fake_world import PlanningStrategy
+from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
 from tests.distributed.jobs import MESH, Net, train
 from tests.support.worlds import Worlds
 
@@ -22,6 +27,7 @@ class Plain(Net):
 
     kept = (False,) * 4
     predicted = False
+    told = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +98,56 @@ class OwnOptimizer(Plain):
         return Halving(self.parameters(), lr=0.1)
 
 
+class Patched(Plain):
+    """Its optimizer clears in a way of its own, unlike others of its kind."""
+
+    kept = (False, True, True, True)
+    predicted = True
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.zero_grad = partial(Halving.zero_grad, optimizer)
+        return optimizer
+
+
+class Wrapper:
+    """An optimizer to Lightning, though of no class of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+class Wrapped(Plain):
+    kept = (False, True, True, True)
+    predicted = True
+
+    def configure_optimizers(self):
+        return Wrapper(super().configure_optimizers())
+
+
+class OneRankLooks(Plain):
+    """A hook of rank 0 alone: all ranks predict alike."""
+
+    kept = (False, True, True, True)
+    predicted = True
+
+    def callbacks(self) -> list[Callback]:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        return HasCallback.callbacks(self) if is_first else []  # type: ignore[arg-type]
+
+
+class HeadOnly(Plain):
+    """Gradients of what no optimizer holds add up from the first step on."""
+
+    predicted = True
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
 class Forward(Plain):
     """Its Python runs at every step, and could look."""
 
@@ -100,6 +156,36 @@ class Forward(Plain):
 
     def extra(self) -> Any:
         return tuple(self.found), False
+
+
+class Averages(Plain):
+    """A last epoch renews the statistics of averaged weights: no backward, and nothing is cleared."""
+
+    epochs = 2
+    kept = (*[False] * 8, *[True] * 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Sequential(nn.BatchNorm1d(10), nn.Tanh())
+
+    def callbacks(self) -> list[Callback]:
+        return [StochasticWeightAveraging(0.1, swa_epoch_start=1)]
+
+
+class _Joins(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.callbacks += HasCallback.callbacks(pl_module)
+
+
+class LateHook(Plain):
+    """Comes when the step was captured without it."""
+
+    kept = (False, False, True, True)
+    told = True
+
+    def callbacks(self) -> list[Callback]:
+        return [_Joins()]
 
 
 def trained(kind: type[Plain], mesh: Any = None) -> Any:
@@ -114,13 +200,30 @@ def trained(kind: type[Plain], mesh: Any = None) -> Any:
         return train(kind, mesh)
 
 
-KINDS = [Plain, Accumulates, Scheduled, HasCallback, HasHook, ClearsByItself, OwnOptimizer, Forward]
+KINDS: list[type[Plain]] = [
+    *(Plain, Accumulates, Scheduled, HasCallback, HasHook, ClearsByItself, OwnOptimizer, Patched, Wrapped),
+    *(OneRankLooks, HeadOnly, Forward, Averages, LateHook),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_gradients_are_kept_where_they_could_be_seen(kind: type[Plain], worlds: Worlds):
     outcomes = worlds(2).run(trained, kind, MESH)
-    assert [outcome.extra for outcome in outcomes] == [(kind.kept, kind.predicted)] * 2
+    others = (False,) * 4 if kind is OneRankLooks else kind.kept
+    found = [outcome.extra for outcome in outcomes]
+    assert found == [(kind.kept, kind.predicted), (others, kind.predicted)]
+    assert any("one copy of the gradients" in text for text in outcomes[0].warnings) == kind.told
     expected = train(kind, None).parameters
     for outcome in outcomes:
         torch.testing.assert_close(outcome.parameters, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_planning_knows_of_callbacks_that_it_leaves_out():
+    peaks = []
+    for callbacks in (None, HasCallback.callbacks(Plain()), [GradientAccumulationScheduler({4: 2})]):
+        strategy = PlanningStrategy(world_size=2, mesh=dict(MESH), plan="fsdp")
+        trainer = planning_trainer(strategy, {"max_epochs": 1, "callbacks": callbacks}, Trainer)
+        module = Plain()
+        module.train_dataloader = lambda module=module: module.loader(0, 2)
+        peaks.append(run_planning(trainer, module, None).predictions["forward"].peak_memory_bytes)
+    assert peaks[0] < peaks[1] == peaks[2]

@@ -56,15 +56,25 @@ def test_what_is_around_the_graphs_is_known_where_it_was_measured():
 
 
 class _Control:
-    """A control group of two ranks whose first has an H200."""
+    """A control group of two ranks, of which the first has such a GPU."""
 
-    def gather(self, name: str) -> list[str]:
-        return ["h200", name]
+    def __init__(self, name: str, unlisted: str | None = None) -> None:
+        self._first = name, unlisted
+
+    def gather(self, own: tuple[str, str | None]) -> list[tuple[str, str | None]]:
+        return [self._first, own]
 
 
 @pytest.mark.parametrize(("backend", "name"), [("gloo", "cpu"), ("fake", "h100"), ("nccl", "h200")])
 def test_hardware_is_that_of_rank_0(backend: str, name: str):
-    assert hardware_of_devices(backend, _Control()) == name
+    assert hardware_of_devices(backend, _Control("h200"), pytest.fail) == name
+
+
+def test_a_gpu_that_no_table_has_is_named():
+    warnings: list[str] = []
+    assert hardware_of_devices("nccl", _Control("h100", "NVIDIA L40S"), warnings.append) == "h100"
+    (warning,) = warnings
+    assert "NVIDIA L40S" in warning and "calibrate" in warning
 
 
 def test_an_unknown_time_leaves_memory_known():

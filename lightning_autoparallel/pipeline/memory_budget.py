@@ -1,0 +1,32 @@
+"""How much of its memory a plan may use on a rank."""
+
+from __future__ import annotations
+
+from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.cost import HardwareSpec
+from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.agreement import ControlGroup
+
+_USABLE = 0.9  # of a device's memory
+_ROUND_BYTES = 2**28  # equal machines keep a little more or less for themselves, and plans are kept for a budget
+
+
+def budget_bytes(config: EngineConfig, mesh: ParallelMesh, hardware: HardwareSpec, control: ControlGroup) -> float:
+    """``memory_budget_gib``, else nine tenths of the memory of the rank that has least; every rank calls it.
+
+    The memory is the device's, or this rank's share of the host's, and no more than ``hardware`` has, by which `plan`
+    goes, unless that is another device's, because the table has no such GPU. In a fake world it is what it has.
+    """
+    if config.memory_budget_gib is not None:
+        return config.memory_budget_gib * 2**30
+    of_hardware = _USABLE * hardware.memory_bytes
+    if mesh.backend == "fake":
+        return of_hardware
+    device_mesh = mesh.device_mesh
+    sharing = 1 if device_mesh.device_type == "cuda" else min(device_mesh.size(), hardware.ranks_per_node)
+    is_listed = config.hardware is not None or device_mesh.device_type != "cuda" or unlisted_gpu() is None
+    told = control.gather((memory_of(device_mesh.device_type) // sharing, is_listed))
+    least = _USABLE * min(size for size, _ in told)
+    usable = max(least // _ROUND_BYTES * _ROUND_BYTES, 1.0)
+    return min(usable, of_hardware) if told[0][1] else usable
