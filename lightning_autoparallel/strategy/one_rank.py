@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.lightning_compat import data_connector
+from lightning_autoparallel.lightning_compat import ClusterEnvironment, data_connector
 from lightning_autoparallel.mesh import build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.strategy.strategy import AutoParallelStrategy
@@ -65,7 +65,12 @@ class OneRankStrategy(AutoParallelStrategy):
         super().setup_environment()
 
     def set_world_ranks(self) -> None:
-        """This process, among as many as the fake world has."""
+        """This process, among as many as the fake world has.
+
+        Raises:
+            ConfigError: a launcher has started this process beside others.
+        """
+        _check_first(self.cluster_environment)
         super().set_world_ranks()
         self.num_nodes = self._nodes
         assert self.cluster_environment is not None
@@ -89,6 +94,15 @@ def check_no_world(what: str) -> None:
         raise ConfigError(
             f"{what} makes a fake world of its own, but a process group is initialised in this process: destroy it "
             f"first (torch.distributed.destroy_process_group), or do it in another process"
+        )
+
+
+def _check_first(environment: ClusterEnvironment | None) -> None:
+    rank = 0 if environment is None else max(environment.global_rank(), environment.local_rank())
+    if rank:
+        raise ConfigError(
+            f"this is process {rank} of those that a launcher has started, and a world of one process stands for all "
+            "ranks here: start the command once, without torchrun or srun and without RANK and LOCAL_RANK of theirs"
         )
 
 

@@ -225,3 +225,10 @@ def test_a_model_that_needs_values_to_be_built_is_refused():
 def test_worlds_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         planned(**options)
+
+
+def test_a_second_process_of_a_launcher_is_refused(monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="this is process 1 of those that a launcher has started"):
+        planned()
