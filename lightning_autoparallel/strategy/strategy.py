@@ -112,8 +112,8 @@ class AutoParallelStrategy(SavingStrategy):
             ``toggle_model(sync_grad=False)``) are reduced over the ranks. False: once, when the optimizer steps; on
             axes that shard a parameter every rank keeps its whole gradient until then. True: in every micro-batch.
             ``"auto"`` waits on the axes where the parameter is whole anyway, which costs no memory.
-        memory_budget_gib: what plan ``"auto"`` may use on a rank, predicted; unless given nine tenths of the device's that
-            has least.
+        memory_budget_gib: what plan ``"auto"`` may use on a rank, predicted; unless given nine tenths of the device's
+            that has least.
         loss_chunks: in how many chunks of its rows a loss computes its widest value (a language model's logits), with
             its gradient; 1 for whole, ``"auto"`` where that lowers the predicted peak and costs next to no time.
 
