@@ -26,7 +26,7 @@ def unlisted_gpu() -> str | None:
     if not torch.cuda.is_available():
         return None
     name = str(torch.cuda.get_device_name())
-    return None if any(part in name for part, _ in _NAMES) else name
+    return None if entry_of(name, otherwise="") else name
 
 
 def entry_of(device_name: str, otherwise: str) -> str:

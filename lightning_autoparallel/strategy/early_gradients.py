@@ -49,11 +49,11 @@ def keeps_gradients(
     several = module.trainer.accumulate_grad_batches != 1 or any(
         isinstance(callback, GradientAccumulationScheduler) for callback in callbacks
     )
-    if name != "training_step" or several:
+    if name != "training_step" or several or _is_seen(module, optimizers, callbacks):
         return True
     trained = sum(parameter.requires_grad for parameter in module.parameters())
     held = {id(parameter) for parameter in _held(optimizers) if parameter.requires_grad}
-    return len(held) < trained or _is_seen(module, optimizers, callbacks)
+    return len(held) < trained
 
 
 def told_of_kept(module: LightningModule) -> str | None:

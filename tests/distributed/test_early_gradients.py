@@ -14,9 +14,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
-from tests.distributed.jobs import MESH, Net, train
+from tests.distributed.jobs import MESH, Net, failure, train
 from tests.support.worlds import Worlds
 
 LAST = "the last step's gradients"
@@ -216,6 +217,26 @@ def test_gradients_are_kept_where_they_could_be_seen(kind: type[Plain], worlds: 
     expected = train(kind, None).parameters
     for outcome in outcomes:
         torch.testing.assert_close(outcome.parameters, expected, rtol=1e-5, atol=1e-6)
+
+
+class WholeOnly(Plain):
+    strategy: ClassVar[dict[str, Any]] = {"capture": "step"}
+
+
+def cannot_tell_on_rank_1() -> str:
+    """The error of a training one of whose ranks cannot say what looks at its gradients."""
+
+    def answer(strategy: AutoParallelStrategy, module: Plain, name: str) -> bool:
+        if dist.get_rank() == 1:
+            raise ConfigError("rank 1 cannot tell")
+        return False
+
+    with mock.patch.object(AutoParallelStrategy, "_keeps_gradients", answer):
+        return failure(WholeOnly)[0]
+
+
+def test_a_rank_that_cannot_tell_ends_all(worlds: Worlds):
+    assert all("rank 1 cannot tell" in error for error in worlds(2).run(cannot_tell_on_rank_1))
 
 
 def test_planning_knows_of_callbacks_that_it_leaves_out():

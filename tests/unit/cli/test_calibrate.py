@@ -28,7 +28,7 @@ from lightning_autoparallel.cli.calibrate.samples import (
 )
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
 from lightning_autoparallel.cost.collective import collective_time_us
-from lightning_autoparallel.cost.detect import entry_of
+from lightning_autoparallel.cost.detect import entry_of, unlisted_gpu
 from lightning_autoparallel.cost.links import COLLECTIVES
 from lightning_autoparallel.errors import ConfigError
 
@@ -180,8 +180,13 @@ def test_the_spread_of_ratios():
     ("device", "entry"),
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("T4", "x")],
 )
-def test_names_of_devices(device, entry):
+def test_names_of_devices(device, entry, monkeypatch):
     assert entry_of(device, otherwise="x") == entry
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert unlisted_gpu() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert unlisted_gpu() == (device if entry == "x" else None)
 
 
 @pytest.mark.parametrize(
