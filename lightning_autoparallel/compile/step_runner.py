@@ -86,7 +86,7 @@ class _StepFunction(torch.autograd.Function):
         count = _results(step)
         results, values = _distinct(produced[:count]), produced[count:]
         ctx.save_for_backward(*kept, *values)
-        ctx.step, ctx.layouts, ctx.count = step, layouts, len(inputs)
+        ctx.step, ctx.layouts = step, layouts
         ctx.again, ctx.inputs = again, () if again is None else inputs
         ctx.set_materialize_grads(False)
         ctx.shapes = [(result.shape, result.dtype, result.device) for result in results]
@@ -126,7 +126,7 @@ def _run_backward(ctx: Any, gradients: Sequence[Tensor | None], last: bool) -> l
     del saved
     with _autocast_off(arguments):
         produced = _distinct(list(ctx.step.backward(arguments)))
-    return _by_input(ctx.step, ctx.layouts, ctx.count, produced)
+    return _by_input(ctx.step, ctx.layouts, ctx.parameters, produced)
 
 
 def _join(ctx: Any) -> list[tuple[Tensor, Tensor]]:
@@ -212,15 +212,30 @@ def _differentiable(step: CompiledStep) -> list[int]:
 
 
 def _by_input(
-    step: CompiledStep, layouts: Sequence[Layout | None], count: int, produced: Sequence[Tensor]
+    step: CompiledStep,
+    layouts: Sequence[Layout | None],
+    parameters: Sequence[DTensor | None],
+    produced: Sequence[Tensor],
 ) -> list[Tensor | None]:
+    """Gradients of the step's inputs, None where there is none; those of parameters as they lie in ``parameters``."""
     names = [(item.of, item.name) for item in step.partitioned.sharded.outputs if item.kind == "gradient"]
     by_name = dict(zip(names, produced, strict=True))
     gradients: list[Tensor | None] = []
-    given = [item for item in step.partitioned.sharded.inputs if item.kind != "tangent"][:count]
-    for item, layout in zip(given, layouts, strict=True):
+    given = [item for item in step.partitioned.sharded.inputs if item.kind != "tangent"][: len(parameters)]
+    for item, layout, parameter in zip(given, layouts, parameters, strict=True):
         gradient = by_name.get((item.kind, item.name))
         if gradient is not None and layout is not None:
-            gradient = layout.distribute(layout.unpadded(gradient))
+            gradient = layout.distribute(_as_it_lies(parameter, layout.unpadded(gradient)))
         gradients.append(gradient)
     return gradients
+
+
+def _as_it_lies(parameter: DTensor | None, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient with the strides of its part of the parameter, as autograd has it for tensors.
+
+    A DTensor's own strides say nothing of its part's. Fused optimizers read both by one index: on a GPU they refuse
+    others, on a CPU they update other elements without a word.
+    """
+    if parameter is not None and (own := parameter.to_local()).shape == gradient.shape:
+        return _laid_out_like(own, gradient)
+    return gradient.contiguous()

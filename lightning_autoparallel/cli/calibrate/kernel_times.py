@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,31 +15,68 @@ from lightning_autoparallel.cli.calibrate.samples import KernelSample
 from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
 from lightning_autoparallel.cost.optimizer import ADAMW_MOVES
 
-_CPU_WIDTHS, _GPU_WIDTHS = (64, 128, 256, 512), (512, 1024, 2048, 4096, 8192)
-_CPU_LENGTHS, _GPU_LENGTHS = (128, 256, 512), (1024, 2048, 4096)
-_CPU_SIZES, _GPU_SIZES = range(12, 25, 3), range(16, 31, 3)  # powers of two, in bytes
-_CPU_COLD, _GPU_COLD = 2**27, 2**30  # bytes that no cache holds
+_Shape = tuple[int, int, int, int]
 _MOST_COLD = 256
-_CPU_UPDATED, _GPU_UPDATED, _UPDATED = 2**20, 2**24, 4
-_HEADS, _HEAD_WIDTH = 4, 64
-_CPU_CHANNELS, _GPU_CHANNELS = (16, 32, 64), (64, 128, 256)
-_IMAGES, _PIXELS = 8, 32
+_UPDATED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """How large kernels are: a step's own sizes, at which computing and not starting them is what takes time."""
+
+    powers: range  # of two, bytes of a sum
+    cold: int  # bytes that no cache holds
+    updated: int  # elements of a parameter
+    widths: Sequence[int]  # of products
+    lengths: Sequence[int]  # of attention
+    heads: int
+    head_width: int
+    channels: Sequence[int]  # of convolutions
+    images: int
+    pixels: int
+
+
+_CPU = _Sizes(
+    powers=range(12, 25, 3),
+    cold=2**27,
+    updated=2**20,
+    widths=(64, 128, 256, 512),
+    lengths=(128, 256, 512),
+    heads=4,
+    head_width=64,
+    channels=(16, 32, 64),
+    images=8,
+    pixels=32,
+)
+_GPU = _Sizes(
+    powers=range(16, 31, 3),
+    cold=2**30,
+    updated=2**24,
+    widths=(512, 1024, 2048, 4096, 8192),
+    lengths=(1024, 2048, 4096),
+    heads=16,
+    head_width=128,
+    channels=(64, 128, 256),
+    images=64,
+    pixels=56,
+)
 
 
 def kernel_samples(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> Iterator[KernelSample]:
     """One sample after the other: adding tensors, updating parameters, products, convolutions, attention."""
-    on_cpu = stopwatch.device.type == "cpu"
-    for power in _CPU_SIZES if on_cpu else _GPU_SIZES:
-        yield _sum(stopwatch, 2**power, _CPU_COLD if on_cpu else _GPU_COLD)
-    yield _update(stopwatch, _CPU_UPDATED if on_cpu else _GPU_UPDATED)
+    sizes = _CPU if stopwatch.device.type == "cpu" else _GPU
+    for power in sizes.powers:
+        yield _sum(stopwatch, 2**power, sizes.cold)
+    yield _update(stopwatch, sizes.updated)
     for dtype in dtypes:
-        for width in _CPU_WIDTHS if on_cpu else _GPU_WIDTHS:
+        for width in sizes.widths:
             yield _product(stopwatch, width, dtype)
-        for length in _CPU_LENGTHS if on_cpu else _GPU_LENGTHS:
-            yield _attention(stopwatch, length, dtype, is_causal=False)
-            yield _attention(stopwatch, length, dtype, is_causal=True)
-        for channels in _CPU_CHANNELS if on_cpu else _GPU_CHANNELS:
-            yield _convolution(stopwatch, channels, dtype)
+        for length in sizes.lengths:
+            shape = (2, sizes.heads, length, sizes.head_width)
+            yield _attention(stopwatch, shape, dtype, is_causal=False)
+            yield _attention(stopwatch, shape, dtype, is_causal=True)
+        for channels in sizes.channels:
+            yield _convolution(stopwatch, (sizes.images, channels, sizes.pixels, sizes.pixels), dtype)
 
 
 def _sum(stopwatch: Stopwatch, size_bytes: int, cold_bytes: int) -> KernelSample:
@@ -78,9 +116,11 @@ def _product(stopwatch: Stopwatch, width: int, dtype: torch.dtype) -> KernelSamp
     return KernelSample(work="product", dtype=name_of(dtype), size_bytes=size_bytes, flops=flops, time_us=time_us)
 
 
-def _attention(stopwatch: Stopwatch, length: int, dtype: torch.dtype, *, is_causal: bool) -> KernelSample:
-    """Forward and backward, which compute 2 and 5 products of all pairs, or of half of them."""
-    shape = (2, _HEADS, length, _HEAD_WIDTH)
+def _attention(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype, *, is_causal: bool) -> KernelSample:
+    """Forward and backward, which compute 2 and 5 products of all pairs, or of half of them.
+
+    ``shape`` is that of queries: batch, heads, length, width of a head.
+    """
     query, key, value = (torch.randn(shape, device=stopwatch.device).to(dtype).requires_grad_() for _ in range(3))
 
     def run() -> Sequence[Tensor]:
@@ -88,7 +128,7 @@ def _attention(stopwatch: Stopwatch, length: int, dtype: torch.dtype, *, is_caus
         return torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
 
     time_us = stopwatch.time_us(run)
-    flops = 7 * 2 * 2 * _HEADS * length * length // (2 if is_causal else 1) * _HEAD_WIDTH
+    flops = 7 * 2 * query.numel() * shape[2] // (2 if is_causal else 1)
     size_bytes = 12 * query.numel() * dtype.itemsize
     return KernelSample(
         work="attention",
@@ -100,9 +140,9 @@ def _attention(stopwatch: Stopwatch, length: int, dtype: torch.dtype, *, is_caus
     )
 
 
-def _convolution(stopwatch: Stopwatch, channels: int, dtype: torch.dtype) -> KernelSample:
-    """Filters of 3 x 3 from as many channels to as many, forward and backward."""
-    shape = (_IMAGES, channels, _PIXELS, _PIXELS)
+def _convolution(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype) -> KernelSample:
+    """Filters of 3 x 3 from as many channels to as many, forward and backward, of images of a shape."""
+    channels = shape[1]
     images = torch.randn(shape, device=stopwatch.device).to(dtype).requires_grad_()
     filters = torch.randn(channels, channels, 3, 3, device=stopwatch.device).to(dtype).requires_grad_()
 
