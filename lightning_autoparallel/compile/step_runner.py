@@ -225,17 +225,17 @@ def _by_input(
     for item, layout, parameter in zip(given, layouts, parameters, strict=True):
         gradient = by_name.get((item.kind, item.name))
         if gradient is not None and layout is not None:
-            gradient = layout.distribute(_as_it_lies(parameter, layout.unpadded(gradient)))
+            gradient = layout.distribute(laid_out_as(parameter, layout.unpadded(gradient)))
         gradients.append(gradient)
     return gradients
 
 
-def _as_it_lies(parameter: DTensor | None, gradient: Tensor) -> Tensor:
+def laid_out_as(parameter: Tensor | None, gradient: Tensor) -> Tensor:
     """This rank's part of a gradient with the strides of its part of the parameter, as autograd has it for tensors.
 
     A DTensor's own strides say nothing of its part's. Fused optimizers read both by one index: on a GPU they refuse
     others, on a CPU they update other elements without a word.
     """
-    if parameter is not None and (own := parameter.to_local()).shape == gradient.shape:
+    if isinstance(parameter, DTensor) and (own := parameter.to_local()).shape == gradient.shape:
         return _laid_out_like(own, gradient)
     return gradient.contiguous()

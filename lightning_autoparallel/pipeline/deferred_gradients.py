@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.apply import ParameterLayout, UnreducedLayout
-from lightning_autoparallel.compile import run_step
+from lightning_autoparallel.compile import laid_out_as, run_step
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     CompiledStep,
@@ -131,8 +131,8 @@ class DeferredGradients:
             step = self._reduction(some)
             results = run_step(step, [self._taken(name) for name in some], [None] * len(some))
             for name, local in zip(some, results, strict=True):
-                stored = self._layouts[name].stored
-                self._parameters[name].grad = stored.distribute(stored.unpadded(local))
+                parameter, stored = self._parameters[name], self._layouts[name].stored
+                parameter.grad = stored.distribute(laid_out_as(parameter, stored.unpadded(local)))
             launched.update(step.report.launches())
         return dict(launched)
 
@@ -165,7 +165,7 @@ class DeferredGradients:
             shape = layout.unreduced.local_shape
             return layout.unreduced.padded(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
         assert isinstance(gradient, DTensor)
-        return layout.unreduced.padded(layout.addend(gradient).to_local())
+        return layout.unreduced.padded(layout.addend(gradient).to_local()).contiguous()
 
     def _reduction(self, names: tuple[str, ...]) -> CompiledStep:
         if names not in self._reductions:
