@@ -16,6 +16,7 @@ COMMANDS = (
     "tests.benchmarks.guards 1",
     "tests.benchmarks.permute_overlap",
     "tests.benchmarks.predicted_times --workloads llama3/debug --plans ddp --steps 3 --warm-up 2",
+    "tests.benchmarks.plain_inductor --device cpu --layers 1 --dim 128 --rows 2 --length 16 --steps 2 --rounds 1",
     "tests.benchmarks.published '8B on 8'",
     "tests.benchmarks.repeats --layers 4 --ranks 16",
     "tests.benchmarks.step_overhead --layers 1 --steps 2",
