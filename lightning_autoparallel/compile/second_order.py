@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.torch_compat.autograd import final
+from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
 
 _AGAIN = (
     "the gradient of a parameter of a captured module is differentiated again, which only gradients of its arguments "
@@ -67,7 +68,7 @@ def _reduced(gradient: Tensor | None, parameter: DTensor, axes: Sequence[PlanAxi
         return None
     with torch.no_grad():
         own = DTensor.from_local(gradient / _shards(axes), parameter.device_mesh, _own(parameter, axes))
-        reduced = own.redistribute(placements=parameter.placements)
+        reduced = as_parameter_lies(parameter, own.redistribute(placements=parameter.placements))
     return final(reduced, gradient, _AGAIN)
 
 

@@ -15,6 +15,7 @@ from lightning_autoparallel.compile.second_order import Again, gradients_again
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
+from lightning_autoparallel.torch_compat.dtensors import laid_out_like
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 
 
@@ -178,14 +179,7 @@ def _laid_out(step: CompiledStep, tangents: list[Tensor]) -> list[Tensor]:
     backward = step.partitioned.backward
     assert backward is not None
     nodes = list(backward.graph.find_nodes(op="placeholder"))[-len(tangents) :]
-    return [_laid_out_like(node.meta["val"], tangent) for node, tangent in zip(nodes, tangents, strict=True)]
-
-
-def _laid_out_like(expected: Tensor, tangent: Tensor) -> Tensor:
-    if tangent.stride() == expected.stride():
-        return tangent
-    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=tangent.dtype, device=tangent.device)
-    return laid_out.copy_(tangent)
+    return [laid_out_like(node.meta["val"], tangent) for node, tangent in zip(nodes, tangents, strict=True)]
 
 
 def _distinct(results: list[Tensor]) -> list[Tensor]:
@@ -231,11 +225,12 @@ def _by_input(
 
 
 def laid_out_as(parameter: Tensor | None, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient with the strides of its part of the parameter, as autograd has it for tensors.
+    """This rank's part of a gradient with the strides of its part of the parameter, as autograd has it.
 
     A DTensor's own strides say nothing of its part's. Fused optimizers read both by one index: on a GPU they refuse
-    others, on a CPU they update other elements without a word.
+    others, on a CPU they update other elements without a word. Parts of other shapes wait for their reduction, whose
+    graph takes contiguous ones.
     """
     if isinstance(parameter, DTensor) and (own := parameter.to_local()).shape == gradient.shape:
-        return _laid_out_like(own, gradient)
+        return laid_out_like(own, gradient)
     return gradient.contiguous()

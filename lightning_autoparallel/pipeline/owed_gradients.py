@@ -20,6 +20,7 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.torch_compat.autograd import final
+from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
 from lightning_autoparallel.torch_compat.interception import without_function_modes
 
 Addend = Callable[[Tensor, DTensor], DTensor]  # a parameter and its reduced gradient -> as it is accumulated
@@ -146,7 +147,7 @@ class OwedGradients:
     def _reduced(self, parameter: DTensor, gradient: Tensor | None) -> DTensor:
         with without_function_modes(), torch.no_grad():
             mine = _stand_in(parameter).detach() if gradient is None else gradient
-            return cut_like(mean_over_shards(mine, self._mesh), parameter)
+            return as_parameter_lies(parameter, cut_like(mean_over_shards(mine, self._mesh), parameter))
 
 
 def _stand_in(parameter: DTensor) -> Tensor:

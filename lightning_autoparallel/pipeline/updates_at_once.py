@@ -15,19 +15,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-# Those that give the same bits both ways; ASGD, NAdam and RAdam round otherwise.
+from lightning_autoparallel.pipeline.fused_updates import lay_out_for_fused
+from lightning_autoparallel.torch_compat.autograd import has_step_hooks
+
+# Those that give the same bits both ways in 32 and 64 bits; ASGD, NAdam and RAdam round otherwise, as 16 bits do.
 _SAME_BITS = {
     getattr(torch.optim, name) for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "RMSprop", "SGD")
 }
+_WIDE = (torch.float32, torch.float64)
 _CHOICES = ("foreach", "fused", "differentiable", "capturable")
 # All at once they hold a copy of some of their state; of more bytes than these computing takes longer than the calls.
 _MOST_BYTES = 2**28
 
 
 @contextlib.contextmanager
+def updating(optimizer: Optimizer) -> Iterator[None]:
+    """Around an update, when all gradients are there: they lie as the optimizer reads them, and it takes all at once."""
+    lay_out_for_fused(optimizer)
+    with updates_at_once(optimizer):
+        yield
+
+
+@contextlib.contextmanager
 def updates_at_once(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, groups of shards on CPUs whose user has chosen nothing have ``foreach`` on; the results are the same."""
-    groups = [group for group in optimizer.param_groups if type(optimizer) in _SAME_BITS and _may_be(group)]
+    """Inside, groups of shards on CPUs whose user has chosen nothing have ``foreach`` on; the results are the same.
+
+    Nobody sees it there: an optimizer whose steps somebody waits for is left alone.
+    """
+    may_be = type(optimizer) in _SAME_BITS and not has_step_hooks(optimizer)
+    groups = [group for group in optimizer.param_groups if may_be and _may_be_at_once(group)]
     for group in groups:
         group["foreach"] = True
     try:
@@ -37,21 +53,23 @@ def updates_at_once(optimizer: Optimizer) -> Iterator[None]:
             group["foreach"] = None
 
 
-def _may_be(group: Mapping[str, Any]) -> bool:
+def _may_be_at_once(group: Mapping[str, Any]) -> bool:
     if any(group.get(name) for name in _CHOICES) or group.get("foreach", True) is not None:
         return False
-    if any(isinstance(value, Tensor) for name, value in group.items() if name != "params"):
+    if group.get("nesterov"):
+        return False  # all at once, it writes into the gradients
+    values = [value for name, value in group.items() if name != "params"]
+    if any(isinstance(value, Tensor) for value in [*values, *group.get("betas", ())]):
         return False  # rates that are tensors are refused there
-    betas = group.get("betas", ())
-    if any(isinstance(beta, Tensor) for beta in betas):
-        return False
-    return _are_small_shards([parameter for parameter in group["params"] if parameter.grad is not None])
+    return _are_few_shards([parameter for parameter in group["params"] if parameter.grad is not None])
 
 
-def _are_small_shards(parameters: list[Tensor]) -> bool:
-    """Whether all lie on one mesh of CPUs, their gradients with them; torch's lists hold no others beside DTensors."""
+def _are_few_shards(parameters: list[Tensor]) -> bool:
+    """Whether all lie on one mesh of CPUs, their gradients with them, in few bytes; lists hold nothing but DTensors."""
     tensors = [*parameters, *(parameter.grad for parameter in parameters)]
     shards = [tensor for tensor in tensors if isinstance(tensor, DTensor) and tensor.device.type == "cpu"]
     if len(shards) != len(tensors) or len({shard.device_mesh for shard in shards}) != 1:
+        return False
+    if any(shard.dtype not in _WIDE for shard in shards):
         return False
     return sum(shard.to_local().nbytes for shard in shards[: len(parameters)]) <= _MOST_BYTES

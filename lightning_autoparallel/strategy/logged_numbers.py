@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from lightning_autoparallel.lightning_compat import LightningModule
 _EXACT = 2**53  # integers up to here are doubles; a device is given a double
 
 
-def made_on(device: torch.device, log: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` of ``LightningModule.log`` or ``log_dict``, with the 0-dim tensors that these make of numbers.
+def with_numbers_on(device: torch.device, log: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` of ``LightningModule.log`` or ``log_dict``, numbers as the 0-dim tensors that Lightning makes of them.
 
     Lightning copies each number by itself from the host, and waits for that. On a CPU, and of other functions,
     arguments are returned as they are.
@@ -26,6 +27,9 @@ def made_on(device: torch.device, log: Any, args: tuple[Any, ...]) -> tuple[Any,
 
 
 def _made(device: torch.device, value: Any) -> Any:
+    dtype = torch.get_default_dtype()
     if type(value) not in (int, float) or (type(value) is int and abs(value) > _EXACT):
         return value
-    return torch.full((), value, dtype=torch.get_default_dtype(), device=device)
+    if math.isfinite(value) and abs(value) > torch.finfo(dtype).max:
+        return value  # a copy is infinite, where filling refuses
+    return torch.full((), value, dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.strategy.counted_once import counted_log, weigh_rows
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL, LoggedAs, note_logged
-from lightning_autoparallel.strategy.logged_numbers import made_on
+from lightning_autoparallel.strategy.logged_numbers import with_numbers_on
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
 from lightning_autoparallel.strategy.questions import rank_patches
 from lightning_autoparallel.strategy.synced_numbers import LoggedNumber, LoggedNumbers
@@ -149,7 +149,7 @@ class LightningEffects:
 
         for call in self._calls:
             args, kwargs = tree_map(resolve, call.args), tree_map(resolve, dict(call.kwargs))
-            args = made_on(self._module.device, call.function, args)
+            args = with_numbers_on(self._module.device, call.function, args)
             with self._around(call, whole, rows):
                 result = self._counting(call, rows)(*args, **kwargs)
             if call.metric_value is not None:

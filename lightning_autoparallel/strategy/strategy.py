@@ -37,7 +37,7 @@ from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
-from lightning_autoparallel.pipeline.updates_at_once import updates_at_once
+from lightning_autoparallel.pipeline.updates_at_once import updating
 from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
 from lightning_autoparallel.strategy.early_gradients import keeps_gradients
@@ -410,10 +410,10 @@ class AutoParallelStrategy(SavingStrategy):
             with updates.left() if updates else contextlib.nullcontext():
                 loss = resumed()
             steps.reduce_gradients()
-            at_once.enter_context(updates_at_once(optimizer))
+            read_now.enter_context(updating(optimizer))  # torch reads groups and gradients when the closure is done
             return None if self._skips else steps.told_loss(optimizer, loss)
 
-        with steps.optimizing(), updates or contextlib.nullcontext(), contextlib.ExitStack() as at_once:
+        with steps.optimizing(), updates or contextlib.nullcontext(), contextlib.ExitStack() as read_now:
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:

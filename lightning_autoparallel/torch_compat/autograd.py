@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_autoparallel.errors import CaptureError
 
@@ -46,6 +48,11 @@ class Attached:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody is to be given its gradient as it comes."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody is told when it has stepped."""
+    return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
 
 def final(value: Tensor, source: Tensor | None, message: str) -> Tensor:

@@ -31,3 +31,26 @@ def around(local: Tensor, description: Description) -> DTensor:
     assert not local.requires_grad and description.tensor_meta is not None
     assert local.dtype == description.tensor_meta.dtype
     return DTensor(local.view_as(local), description, requires_grad=False)
+
+
+def laid_out_like(expected: Tensor, given: Tensor) -> Tensor:
+    """``given`` with the strides of ``expected``, which is of its shape: itself, or a copy."""
+    if given.stride() == expected.stride():
+        return given
+    laid_out = torch.empty_strided(expected.size(), expected.stride(), dtype=given.dtype, device=given.device)
+    return laid_out.copy_(given)
+
+
+def as_parameter_lies(parameter: DTensor, given: DTensor) -> DTensor:
+    """``given``, placed as ``parameter`` is, whose part on this rank has the strides of the parameter's part.
+
+    A DTensor's own strides say nothing of its part's: torch takes them from the parameter. Parts of different shapes
+    are left as they are.
+    """
+    own, part = parameter._local_tensor, given._local_tensor
+    if own.shape != part.shape or (own.stride() == part.stride() and given.stride() == parameter.stride()):
+        return given
+    description = described(
+        given.device_mesh, given.placements, tuple(given.shape), tuple(parameter.stride()), given.dtype
+    )
+    return around(laid_out_like(own, part).detach(), description)

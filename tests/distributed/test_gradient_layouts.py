@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.jobs import Net, assert_equals_one_device, train
+from tests.distributed.jobs import Net, assert_equals_one_device, make_strategy, make_trainer, train
+from tests.numerics.training import full
 from tests.support.worlds import Worlds
 
 
@@ -103,6 +105,52 @@ class AddedColumns(Columns):
     trainer_options: ClassVar[Mapping[str, Any]] = {"accumulate_grad_batches": 2}
 
 
+class Turned(Fused):
+    """A weight whose rows lie side by side."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(10, 6).t())
+        self.net = nn.Linear(10, 3)
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(torch.tanh(x @ self.turned)), y)
+
+
+class DecidingTurned(Turned):
+    """In forward mode parameters of the step itself are whole, and gradients are cut when a backward has ended."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss * 2 if float(loss.detach()) > 0 else loss
+
+
+class HookedChannelsLast(ChannelsLast):
+    """A hook gives gradients that lie otherwise."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+    def on_fit_start(self):
+        turn = (3, 2, 1, 0)
+        self.net[1].weight.register_hook(lambda gradient: gradient.permute(turn).contiguous().permute(turn))
+
+
+class Penalised(Turned):
+    """A gradient is differentiated again."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
+
+    def loss(self, batch):
+        x, y = batch
+        x = x.clone().requires_grad_()
+        loss = F.cross_entropy(self.net(torch.tanh(x @ self.turned)), y)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 class Deciding(ChannelsLast):
     """Decides by a value, so that it runs in forward mode, where losses are those of a rank's rows."""
 
@@ -126,6 +174,10 @@ class Deciding(ChannelsLast):
         (AddedColumns, {"dp_shard": 2}),
         (AddedChannelsLast, {"dp_shard": 2}),
         (Deciding, {"dp_shard": 2}),
+        (Turned, {"dp_shard": 2}),
+        (DecidingTurned, {"dp_shard": 2}),
+        (HookedChannelsLast, {"dp_shard": 2}),
+        (Penalised, {"dp_shard": 2}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
@@ -133,7 +185,51 @@ def test_a_fused_optimizer_updates_as_on_one_device(kind: type[Fused], mesh: dic
     ranks = math.prod(mesh.values())
     outcomes = worlds(ranks).run(train, kind, mesh, ranks)
     expected = train(kind, None)
-    if kind is Deciding:
+    if kind in (Deciding, DecidingTurned):
         outcomes = [replace(outcome, losses=expected.losses) for outcome in outcomes]
     assert_equals_one_device(outcomes, expected)
     assert [outcome.extra for outcome in outcomes] == [[]] * ranks
+
+
+class TwoEpochs(Turned):
+    epochs = 2
+
+
+class MoreChannelsLast(ChannelsLast):
+    epochs = 2
+
+
+def resumed(kind: type[Fused], mesh: dict[str, int] | None, path: str, save: bool) -> dict[str, Tensor]:
+    """Weights after an epoch, which is saved, or after the second, from what was saved."""
+    torch.manual_seed(0)
+    module = kind()
+    strategy = None if mesh is None else make_strategy(mesh, kind.strategy)
+    rank = (0, 1) if mesh is None else None
+
+    def loader():
+        at = rank or (strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)
+        return module.loader(*at)
+
+    module.train_dataloader = loader
+    trainer = make_trainer(strategy, 1 if mesh is None else 2, max_epochs=1 if save else kind.epochs)
+    trainer.fit(module, ckpt_path=None if save else path)
+    if save:
+        trainer.save_checkpoint(path)
+    return {name: full(parameter) for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("ours_saves", [True, False], ids=["of ours", "of one device"])
+@pytest.mark.parametrize("kind", [TwoEpochs, MoreChannelsLast])
+def test_state_from_a_checkpoint_lies_as_parameters_do(
+    kind: type[Fused], ours_saves: bool, worlds: Worlds, tmp_path: Path
+):
+    path, mesh = str(tmp_path / "first.ckpt"), {"dp_shard": 2}
+    if ours_saves:
+        worlds(2).run(resumed, kind, mesh, path, True)
+    else:
+        resumed(kind, None, path, True)
+    alone = str(tmp_path / "alone.ckpt")
+    resumed(kind, None, alone, True)
+    expected = resumed(kind, None, alone, False)
+    for found in worlds(2).run(resumed, kind, mesh, path, False):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ OPTIMIZERS = {
     "Adamax": {"weight_decay": 0.1},
     "AdamW": {"maximize": True},
     "RMSprop": {"centered": True, "momentum": 0.9, "weight_decay": 0.1},
-    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
 }
 
 
@@ -66,7 +68,7 @@ def test_the_bits_are_the_same(name: str, shards: Callable[[], list[nn.Parameter
                 optimizer.step()
             assert optimizer.param_groups[0]["foreach"] is None
         state = [value for parameter in parameters[:-1] for value in optimizer.state[parameter].values()]
-        results.append(local([*parameters, *state]))
+        results.append(local([*parameters, *(parameter.grad for parameter in parameters[:-1]), *state]))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -79,10 +81,25 @@ REFUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "fused": lambda shards: torch.optim.AdamW(shards, fused=True),
     "differentiable": lambda shards: torch.optim.SGD(shards, lr=0.1, differentiable=True),
     "a rate that is a tensor": lambda shards: torch.optim.AdamW(shards, lr=torch.tensor(0.1), foreach=None),
+    "writes into gradients": lambda shards: torch.optim.SGD(shards, lr=0.1, momentum=0.9, nesterov=True),
+    "16 bits": lambda shards: torch.optim.SGD(_narrow(shards), lr=0.1, momentum=0.9),
+    "somebody waits for its steps": lambda shards: _told(torch.optim.AdamW(shards)),
     "rounds otherwise": lambda shards: torch.optim.NAdam(shards),
     "a kind of its own": Mine,
     "a plain tensor beside": lambda shards: torch.optim.AdamW([*shards, _plain()]),
 }
+
+
+def _narrow(shards: list[nn.Parameter]) -> list[nn.Parameter]:
+    narrow = [nn.Parameter(shard.detach().bfloat16()) for shard in shards]
+    for parameter in narrow:
+        parameter.grad = torch.ones_like(parameter)
+    return narrow
+
+
+def _told(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
 
 
 def _plain() -> nn.Parameter:
@@ -118,18 +135,22 @@ def test_a_group_is_as_before_after_an_error(shards: Callable[[], list[nn.Parame
 
 
 class Watched(Net):
-    """Notes what its optimizer was told while it stepped."""
+    """Notes how its optimizer has updated."""
 
     def configure_optimizers(self):
-        self.seen: list[Any] = []
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        optimizer.register_step_post_hook(lambda stepped, *_: self.seen.append(stepped.param_groups[0]["foreach"]))
-        return optimizer
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
 
-    def extra(self) -> tuple[list[Any], Any]:
-        return self.seen, self.optimizers().param_groups[0]["foreach"]
+    def extra(self) -> Any:
+        return self.optimizers().param_groups[0]["foreach"]
+
+
+def calls_at_once(kind: type[Net]) -> tuple[int, Any]:
+    """How often AdamW took all parameters at once in a training, and what its group says behind it."""
+    adamw = sys.modules["torch.optim.adam"]
+    with mock.patch.object(adamw, "_multi_tensor_adam", wraps=adamw._multi_tensor_adam) as taken:
+        outcome = train(kind, {"dp_shard": 2})
+    return taken.call_count, outcome.extra
 
 
 def test_a_trainer_steps_so(worlds: Worlds):
-    for outcome in worlds(2).run(train, Watched, {"dp_shard": 2}):
-        assert outcome.extra == ([True] * Watched.steps, None)
+    assert worlds(2).run(calls_at_once, Watched) == [(Watched.steps, None)] * 2
