@@ -30,7 +30,7 @@ _MOST_BYTES = 2**28
 
 @contextlib.contextmanager
 def updating(optimizer: Optimizer) -> Iterator[None]:
-    """Around an update, when all gradients are there: they lie as the optimizer reads them, and it takes all at once."""
+    """Around an update, when gradients are there: they lie as the optimizer reads them, and it takes all at once."""
     lay_out_for_fused(optimizer)
     with updates_at_once(optimizer):
         yield

@@ -138,17 +138,35 @@ class HookedChannelsLast(ChannelsLast):
         self.net[1].weight.register_hook(lambda gradient: gradient.permute(turn).contiguous().permute(turn))
 
 
-class Penalised(Turned):
-    """A gradient is differentiated again."""
+class TurnedLayer(nn.Module):
+    """Multiplies with a weight whose rows lie side by side."""
 
-    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(10, 6).t())
+
+    def forward(self, x):
+        return x @ self.turned
+
+
+class Penalised(Fused):
+    """In forward mode, where the gradient of a captured module is differentiated again."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(TurnedLayer(), nn.Tanh(), nn.Linear(10, 3))
 
     def loss(self, batch):
         x, y = batch
-        x = x.clone().requires_grad_()
-        loss = F.cross_entropy(self.net(torch.tanh(x @ self.turned)), y)
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + gradient.square().sum()
+        x = x.detach().requires_grad_()
+        out = self.net(x)
+        loss = F.cross_entropy(out, y)
+        if float(loss.detach()) < 0:
+            return loss
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return loss + 0.01 * gradient.square().sum(1).mean()
 
 
 class Deciding(ChannelsLast):
@@ -185,7 +203,7 @@ def test_a_fused_optimizer_updates_as_on_one_device(kind: type[Fused], mesh: dic
     ranks = math.prod(mesh.values())
     outcomes = worlds(ranks).run(train, kind, mesh, ranks)
     expected = train(kind, None)
-    if kind in (Deciding, DecidingTurned):
+    if kind in (Deciding, DecidingTurned, Penalised):
         outcomes = [replace(outcome, losses=expected.losses) for outcome in outcomes]
     assert_equals_one_device(outcomes, expected)
     assert [outcome.extra for outcome in outcomes] == [[]] * ranks
