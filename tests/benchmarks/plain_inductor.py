@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -56,14 +55,6 @@ class Milliseconds:
 
     graphs: list[float]
     steps: list[float]
-
-
-def start_alone(device: str) -> None:
-    """A process group of this process alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=address, rank=0, world_size=1)
 
 
 def contenders(given: argparse.Namespace, batch: tuple[Tensor, Tensor]) -> dict[str, Contender]:
@@ -117,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default in (("layers", 8), ("dim", 2048), ("rows", 4), ("length", 2048), ("steps", 10), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args(arguments)
-    start_alone(given.device)
+    dist.init_process_group("nccl" if given.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (given.rows, given.length + 1), device=given.device)
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -128,9 +128,9 @@ def hooks_of_fsdp2(layers: int, tokens: Tensor, steps: int) -> tuple[float, floa
     return alone, milliseconds(lambda: forward_backward(sharded, tokens), steps)
 
 
-def adamw(parameters: Sequence[Tensor], steps: int) -> float:
-    """Milliseconds of a fused AdamW on parameters whose gradients are there."""
-    optimizer = torch.optim.AdamW(parameters, fused=True)
+def adamw(parameters: Sequence[Tensor], steps: int, **how: bool) -> float:
+    """Milliseconds of an AdamW on parameters whose gradients are there, fused unless ``how`` says otherwise."""
+    optimizer = torch.optim.AdamW(parameters, **(how or {"fused": True}))
     return milliseconds(optimizer.step, steps)
 
 
@@ -170,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranks = init_device_mesh("cpu", (RANKS,))
     print(f"{'clipping by norm':<52} {milliseconds(lambda: clip_by_norm(gradients, 1.0, ranks), given.steps):8.2f}")
     local = adamw(local_copies(parameters), given.steps)
+    print(f"{'AdamW one by one, on DTensors':<52} {adamw(parameters, given.steps, foreach=False):8.2f}")
+    print(f"{'AdamW all at once, on DTensors':<52} {adamw(parameters, given.steps, foreach=True):8.2f}")
     print(f"{'AdamW fused, on DTensors':<52} {adamw(parameters, given.steps):8.2f}")
     print(f"{'AdamW fused, on the local tensors in them':<52} {local:8.2f}")
     dist.destroy_process_group()
