@@ -69,6 +69,7 @@ class _State:
     sinks: dict[Producer, list[tuple[Placement, ...]]] = field(default_factory=dict)
     edge_times: dict[Producer, dict[tuple[Placement, Placement], float]] = field(default_factory=dict)
     derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
+    drawn: set[fx.Node] = field(default_factory=set)  # what depends on draws only
 
 
 def producer_of(node: fx.Node) -> Producer:
@@ -146,7 +147,7 @@ def _move_together(state: _State, calls: list[fx.Node]) -> set[fx.Node]:
     """Moves that no single node can make, where they are cheaper; the nodes to look at again.
 
     A consumer that keeps a sum partial could not read a reduced one, and one that must not reduce it could read no
-    other: the node moves, and its consumers follow.
+    other: the node moves, and its consumers follow. So do those of a draw that start replicated with it.
     """
     position = {node: i for i, node in enumerate(calls)}
     improved: set[fx.Node] = set()
@@ -170,8 +171,11 @@ def _all_feasible(state: _State, nodes: Iterable[fx.Node]) -> bool:
     return not any(math.isinf(_time_us(state, node, state.choice[node], True, shared=False)) for node in nodes)
 
 
-def _moves_together(state: _State, node: fx.Node) -> list[Candidate]:
-    """What a node that makes a partial sum could do instead, if its consumers followed."""
+def _moves_together(state: _State, node: fx.Node) -> Sequence[Candidate]:
+    """What a node that makes a partial sum, or draws for all ranks, could do instead, if its consumers followed."""
+    if state.problem.is_batch_axis and node in state.drawn and not state.arguments[node]:
+        chosen = state.choice[node].outputs[0]
+        return state.candidates[node][1:] if chosen is not None and chosen.is_replicate() else ()
     readers = _readers(state, (node, 0))
     if not _is_partial(state.choice[node].outputs[0]):
         return []
@@ -188,7 +192,7 @@ def _restore(state: _State, choices: Mapping[fx.Node, Candidate]) -> None:
 def _repair_consumers(
     state: _State, node: fx.Node, position: Mapping[fx.Node, int], before: dict[fx.Node, Candidate]
 ) -> None:
-    """Choose again, in graph order, for every consumer that cannot read what its producer now makes.
+    """Choose again, in graph order, for every consumer that cannot read what its producer now makes, or is drawn as it.
 
     ``before`` keeps what was chosen.
     """
@@ -196,11 +200,12 @@ def _repair_consumers(
     while pending:
         consumer = min(pending, key=position.__getitem__)
         pending.discard(consumer)
-        if math.isinf(_time_us(state, consumer, state.choice[consumer], forward_only=True, shared=False)):
-            before.setdefault(consumer, state.choice[consumer])
-            _forget(state, consumer, state.choice[consumer])
+        chosen = state.choice[consumer]
+        if consumer in state.drawn or math.isinf(_time_us(state, consumer, chosen, forward_only=True, shared=False)):
+            before.setdefault(consumer, chosen)
+            _forget(state, consumer, chosen)
             _set(state, consumer, min(state.candidates[consumer], key=lambda c: _time_us(state, consumer, c, True)))
-            for index in range(len(state.choice[consumer].outputs)):
+            for index in range(len(chosen.outputs) if state.choice[consumer] is not chosen else 0):
                 pending.update(after for after, _ in state.consumers.get((consumer, index), []))
 
 
@@ -247,6 +252,8 @@ def _prepare(state: _State) -> list[fx.Node]:
             state.arguments[node] = arguments
             if arguments and all(source in state.derived for source, _ in arguments):
                 state.derived.add(node)
+            if all(source in state.drawn for source, _ in arguments) if arguments else fxn.is_random(node):
+                state.drawn.add(node)
             candidates = state.candidates[node] = _candidates(state, node, tuple(arriving))
             factors[node] = split_factors(candidates)
             for position, producer in enumerate(arguments):

@@ -126,3 +126,24 @@ def test_data_parallelism_reduces_a_table_s_gradient_however_large_it_is(fake_me
     graph = captured(table, torch.randint(0, 9, (size, 4)), lambda x: table(x).square().mean(), shards=size)
     plan = make_plan(graph, "fsdp", fake_mesh(dp_shard=size), refuse)
     assert outputs_of(graph, plan, aten.embedding_dense_backward.default) == [(P,)]
+
+
+@pytest.mark.parametrize("rows", [4, 4096])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_drawn_for_rows_is_drawn_where_they_lie(fake_mesh, rows: int, dim: int):
+    """Drawn whole it would be sent: ranks of other rows draw from other seeds."""
+
+    def step(x):
+        wide = x[:, None] if dim == 0 else x[None]
+        mask = torch.rand(rows, 3, 8) if dim == 0 else torch.rand(3, rows, 8)
+        return ((wide * (mask > 0.1)).square() + wide * (torch.rand_like(mask) < 0.5)).mean()
+
+    graph, plan, counted = planned(fake_mesh, nn.Linear(1, 1), torch.randn(rows // 2, 8), step, training=False)
+    assert counted == {"all_reduce": 1}
+    assert outputs_of(graph, plan, aten.rand.default) == [(S(dim),)] * 2
+
+
+def test_what_all_rows_share_is_drawn_once(fake_mesh):
+    step = lambda x: (x * (torch.rand(1, 8) > 0.1)).mean()  # noqa: E731
+    _, _, counted = planned(fake_mesh, nn.Linear(1, 1), torch.randn(2, 8), step, training=False)
+    assert counted["broadcast"] + counted["all_gather"] == 1 and counted["all_reduce"] == 1
