@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 from lightning_autoparallel.cli.bench import BENCH, add_bench_arguments, run_bench
@@ -11,7 +13,7 @@ from lightning_autoparallel.cli.parser import (
     AutoParallelArgumentParser,
     RecipeConfigFile,
 )
-from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments
+from lightning_autoparallel.cli.plan import PLAN, CommandTrainer, add_plan_arguments, plan_with_guards
 from lightning_autoparallel.cli.rehearse import (
     REHEARSE,
     RehearsingTrainer,
@@ -20,11 +22,15 @@ from lightning_autoparallel.cli.rehearse import (
 )
 from lightning_autoparallel.cli.tools import TOOLS
 from lightning_autoparallel.config import AUTO
+from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule, Strategy, Trainer
 from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_autoparallel.strategy import AutoParallelStrategy
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy, on_meta
+from lightning_autoparallel.strategy.planned_device import CUDA, PlannedDevice, needs_guards
 from lightning_autoparallel.strategy.planning import planning_trainer
 from lightning_autoparallel.strategy.rehearsal import RehearsalStrategy
+from lightning_autoparallel.torch_compat.cuda_guards import load_no_more
 
 
 class Commands(CommandTrainer, RehearsingTrainer):
@@ -47,6 +53,7 @@ class AutoParallelCLI(LightningCLI):
     ) -> None:
         self.strategy_class = strategy_class
         self._mesh: str | None = None
+        self._given = args
         options = {"parser_mode": "omegaconf", "usage": "%(prog)s [--config RECIPE_OR_FILE] [--SECTION.KEY VALUE ...]"}
         super().__init__(
             trainer_class=trainer_class,
@@ -116,10 +123,27 @@ class AutoParallelCLI(LightningCLI):
             if strategy.get("mesh") == AUTO:  # which a strategy that trains does not take
                 self._mesh, strategy["mesh"] = AUTO, None
 
+    def _planned_device(self) -> PlannedDevice:
+        """The device to plan for; where this process cannot, it ends with what one has said that can."""
+        kind = self._get(self.config, "device")
+        if kind == CUDA and needs_guards():
+            self._check_starts_alike()
+            sys.exit(plan_with_guards(self._given))
+        load_no_more()
+        return PlannedDevice(kind)
+
+    def _check_starts_alike(self) -> None:
+        if self._given is not None and (self.strategy_class, self.trainer_class) != (AutoParallelStrategy, Commands):
+            raise ConfigError(
+                "--device cuda without a GPU starts the command anew, which would forget this script's strategy or "
+                "Trainer: make AutoParallelCLI without args=, so that the script itself can be started again"
+            )
+
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
         if self.subcommand == PLAN:
-            self.parser.add_instantiator(_built_on_meta, LightningModule, prepend=True)
+            device = self._planned_device()
+            self.parser.add_instantiator(partial(_built_on_meta, device), LightningModule, prepend=True)
 
     def instantiate_classes(self) -> None:
         """Make model, data and Trainer; for ``bench`` nothing, as each of its processes makes its own."""
@@ -148,6 +172,7 @@ class AutoParallelCLI(LightningCLI):
             ranks_per_node=self._get(self.config_init, "ranks_per_node"),
             inference=self._get(self.config_init, "inference"),
             global_batch_size=self._get(self.config_init, "global_batch_size"),
+            device=self._get(self.config_init, "device"),
             **self._strategy_options(),
         )
         return planning_trainer(strategy, {**given, **kwargs}, self.trainer_class)
@@ -169,8 +194,10 @@ class AutoParallelCLI(LightningCLI):
         return options if dump is None else {**options, "dump_dir": dump}
 
 
-def _built_on_meta(class_type: type[LightningModule], *args: Any, **kwargs: Any) -> LightningModule:
+def _built_on_meta(
+    device: PlannedDevice, class_type: type[LightningModule], *args: Any, **kwargs: Any
+) -> LightningModule:
     """What jsonargparse calls for a model that is planned only; its place in Lightning's hparams is not needed."""
     kwargs.pop("applied_instantiation_links", None)
-    with on_meta(class_type.__name__):
+    with device.seeming(None), on_meta(class_type.__name__):
         return class_type(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
-from lightning_autoparallel.lightning_compat.cli import LightningArgumentParser
+from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import run_planning
+from lightning_autoparallel.torch_compat.cuda_guards import environment_with_guards
 
 PLAN = "plan"
 
@@ -110,10 +113,29 @@ def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:
         default=None,
         help="Rows of one optimizer step; with --strategy.mesh auto only meshes that get there by accumulating.",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="What the step is captured for: cuda has it call CUDA's kernels, without a GPU too (with a C++ compiler).",
+    )
     parser.add_argument("--output", type=str | None, default=None, help="Write the report to this JSON file.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write graphs and the report to this folder.")
     parser.add_argument("--inference", action="store_true", help="Plan the validation step too.")
-    return ["world_size", "ranks_per_node", "global_batch_size", "output", "dump", "inference"]
+    return ["world_size", "ranks_per_node", "global_batch_size", "device", "output", "dump", "inference"]
+
+
+def plan_with_guards(args: ArgsType) -> int:
+    """Run the same command in a process that can trace for CUDA without a GPU; its exit status.
+
+    Raises:
+        ConfigError: there is no such process on this machine, or its command line is not known.
+    """
+    if args is not None and not isinstance(args, list):
+        raise ConfigError("--device cuda without a GPU starts the command anew: hand it over as a list of words")
+    words = sys.orig_argv[1:] if args is None else ["-m", "lightning_autoparallel.cli.main", *args]
+    status = subprocess.run([sys.executable, *words], env=environment_with_guards(), check=False).returncode
+    return status if status >= 0 else 128 - status  # as a shell has it, of a signal
 
 
 def _write(report: PlanReport, output: str | None, trace: str | None, plot: str | None, html: str | None) -> None:

@@ -85,6 +85,7 @@ class StepEngine:
     module: nn.Module
     context: StageContext
     device: torch.device
+    traced_on: torch.device | None = None  # where a step's tensors lie that is only planned, unless it is ``device``
     batch_dims: int | Mapping[str, int | None] | None = None
     seed: int = 0
     draws: int = 0
@@ -391,7 +392,7 @@ class StepEngine:
             static_leaves={i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, Tensor)},
             batch_shards=1 if call.local else self.context.mesh.data_parallel_size,
             local=call.local,
-            device=self.device,
+            device=self.traced_on or self.device,
             effects=effects,
             training=call.training,
             loss_leaf=call.loss_leaf,

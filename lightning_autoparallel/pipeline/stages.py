@@ -160,9 +160,11 @@ def finish_step(
     if artifacts.writes:
         spec = plan.found or context.plan
         artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh))
+    # In a fake world nobody runs it, unless to rehearse, and the device may not be there.
+    runs = context.mesh.backend != "fake" or context.rehearses
     with clock("compile"):
-        # Until here no rank's graph tells which rank it is of. In a fake world nobody runs it, unless to rehearse.
-        if context.mesh.backend != "fake" or context.rehearses:
+        # Until here no rank's graph tells which rank it is of.
+        if runs:
             context.mesh.make_groups(_groups_of(partitioned))
             partitioned = specialize_partitioned(partitioned, group_place)
         forward, backward = _lowered(partitioned, context, compiles)
@@ -171,7 +173,7 @@ def finish_step(
         forward=forward,
         backward=backward,
         captured=captured,
-        constants=tuple(value.to(device) for value in captured.constants.values()),
+        constants=tuple(value.to(device) if runs else value for value in captured.constants.values()),
         report=report,
         has_random_ops=any(fxn.is_random(node) for node in captured.graph_module.graph.nodes),
     )

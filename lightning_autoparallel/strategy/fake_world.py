@@ -11,6 +11,8 @@ import torch
 
 from lightning_autoparallel.config import AUTO, MeshSpec
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepEngine
@@ -20,6 +22,7 @@ from lightning_autoparallel.pipeline.summary import with_inference, with_optimiz
 from lightning_autoparallel.strategy.early_gradients import keeps_gradients
 from lightning_autoparallel.strategy.mesh_search import meshes
 from lightning_autoparallel.strategy.one_rank import OneRankStrategy
+from lightning_autoparallel.strategy.planned_device import CPU, PlannedDevice, lying_on
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
 from lightning_autoparallel.strategy.steps import LightningSteps
 
@@ -35,6 +38,7 @@ class PlanningStrategy(OneRankStrategy):
         inference: plan the validation step too.
         mesh: axis sizes, or ``"auto"``: every mesh that the ranks can form is tried.
         global_batch_size: rows of one optimizer step, which meshes that are tried must get to by whole micro-batches.
+        device: what the step is captured for, ``"cpu"`` or ``"cuda"``.
         options: arguments of AutoParallelStrategy; nothing is compiled, whatever they say.
 
     Raises:
@@ -51,6 +55,7 @@ class PlanningStrategy(OneRankStrategy):
         inference: bool = False,
         mesh: dict[str, int] | str | None = None,
         global_batch_size: int | None = None,
+        device: str = CPU,
         **options: Any,
     ) -> None:
         # A plan is that of a whole step: what its Python does around modules is not known without running it.
@@ -61,6 +66,9 @@ class PlanningStrategy(OneRankStrategy):
             mesh=None if searches else mesh,
             **{**options, "compile": False, "capture": "step"},
         )
+        self.planned_for = PlannedDevice(device)
+        if self.planned_for.is_missing and self.config.hardware is None:
+            self.predict_for(detected_hardware(device).name)  # asked now: later there seems to be a GPU
         self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
         self.global_batch_size = _checked_rows(global_batch_size, searches)
         self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any
@@ -82,8 +90,16 @@ class PlanningStrategy(OneRankStrategy):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Always on meta."""
-        with on_meta("configure_model"), super().tensor_init_context(empty_init=True):
+        with self.as_it_trains(), on_meta("configure_model"), super().tensor_init_context(empty_init=True):
             yield
+
+    def as_it_trains(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, Python that asks for CUDA hears what it will where it trains."""
+        return self.planned_for.seeming(None if self.config.hardware is None else hardware_from(self.config.hardware))
+
+    def _lying(self) -> contextlib.AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        return lying_on(self.planned_for.device, self.lightning_module)
 
     def _keeps_gradients(self, module: LightningModule, name: str) -> bool:
         return keeps_gradients(module, self.optimizers, self.left_out, name)
@@ -108,11 +124,14 @@ class PlanningStrategy(OneRankStrategy):
         """Plan at once: nothing is to run, no hook and no evaluation."""
         super().setup(trainer)
         assert self._steps is not None and self._engine is not None and self._probe is not None
+        self._engine.traced_on = self.planned_for.device
         self._engine.stand_ins = lambda: {} if self._probe is None else self._probe.names
         self._plan_steps(trainer, self._steps)
 
     def _plan_steps(self, trainer: Trainer, steps: LightningSteps) -> None:
-        report = steps.prepare("training_step", _required("training", sample_training_batch(trainer)))
+        batch = _required("training", sample_training_batch(trainer))
+        with self.as_it_trains(), self._lying():
+            report = steps.prepare("training_step", batch)
         if self._inference:
             report = with_inference(report, self._prepare_validation_step(trainer, steps))
         self.report = self._with_optimizers(_without_compiling(report))
@@ -125,7 +144,8 @@ class PlanningStrategy(OneRankStrategy):
         modes = [(submodule, submodule.training) for submodule in self.lightning_module.modules()]
         self.lightning_module.eval()
         try:
-            return steps.prepare("validation_step", batch)
+            with self.as_it_trains(), self._lying():
+                return steps.prepare("validation_step", batch)
         finally:
             for submodule, training in modes:
                 submodule.training = training
@@ -137,7 +157,7 @@ class PlanningStrategy(OneRankStrategy):
                 raise ConfigError(f"the bytes of optimizer state are not known: {self._probe_error}")
             return with_optimizer_bytes(report, self._probe.state_bytes(self.optimizers, report.parameters))
         except ConfigError as error:
-            return dataclasses.replace(report, notes=(*report.notes, str(error)))
+            return dataclasses.replace(report, notes=(*report.notes, str(error).partition("\n")[0]))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from lightning_autoparallel.lightning_compat import (
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.mesh_search import search
 from lightning_autoparallel.strategy.one_rank import alone, check_no_world
+from lightning_autoparallel.strategy.planned_device import CPU
 from lightning_autoparallel.strategy.shown_stages import planning_progress
 
 # What a Trainer that only plans is given, whatever was asked for: one CPU process that keeps and shows nothing.
@@ -54,7 +55,8 @@ def planning_trainer(
     given = options.get("callbacks") or ()
     strategy.left_out = [given] if isinstance(given, Callback) else list(given)
     strategy.progress = planning_progress(options)
-    return trainer_class(**{**options, **_REPLACED, "strategy": strategy})
+    of_device = strategy.planned_for.precision_options(options)
+    return trainer_class(**{**options, **_REPLACED, **of_device, "strategy": strategy})
 
 
 def run_planning(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> PlanReport:
@@ -114,6 +116,7 @@ def plan(
     memory_budget_gib: float | None = None,
     loss_chunks: int | Literal["auto"] = "auto",
     global_batch_size: int | None = None,
+    device: str = CPU,
 ) -> PlanReport:
     """What training ``module`` on ``world_size`` ranks would run: captured, planned and counted in this process.
 
@@ -140,6 +143,8 @@ def plan(
         memory_budget_gib: what plan ``"auto"`` may use on a rank, and meshes that are tried.
         loss_chunks: as AutoParallelStrategy takes it.
         global_batch_size: rows of one optimizer step, to which a mesh that is tried must get by whole micro-batches.
+        device: what the step is captured for: ``"cuda"`` has it call CUDA's kernels, also where there is no GPU
+            (``PlannedDevice`` says how).
 
     Raises:
         ConfigError: a process group is initialised, or an argument is wrong.
@@ -161,6 +166,7 @@ def plan(
         memory_budget_gib=memory_budget_gib,
         loss_chunks=loss_chunks,
         global_batch_size=global_batch_size,
+        device=device,
     )
     trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)
     return run_planning(trainer, module, _OneBatch(batch))

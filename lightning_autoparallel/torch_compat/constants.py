@@ -14,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_autoparallel.torch_compat import cuda_guards
 from lightning_autoparallel.torch_compat.generators import generator_states, restore_generators
 
 _ATTRIBUTE = "_known_constant"
@@ -132,6 +133,8 @@ class KnownConstants:
         def real(leaf: Any) -> Any:
             return _value(leaf) if isinstance(leaf, Tensor) else leaf
 
+        if cuda_guards.are_loaded():
+            function, args, kwargs = cuda_guards.call_on_host(function, args, kwargs)
         with _disable_current_modes(), torch.no_grad():
             states = generator_states()
             try:

@@ -1,0 +1,186 @@
+"""Plans for CUDA on a machine that has none: each beside the same model's plan for the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_autoparallel import plan
+from lightning_autoparallel.cli.main import main
+from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.torch_compat import cuda_guards
+from tests.numerics.models import MODELS
+from tests.support.planned_on import HALF, Dropping
+from tests.support.scripts import run
+
+pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="plans for its own GPU: tests/gpu")
+
+FLASH = ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
+EFFICIENT = ["_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"]
+PLAIN: list[str] = []
+ATTENTION = {**dict.fromkeys(HALF, FLASH), "transformer32": EFFICIENT}  # else products: grouped with a mask, float64
+MADE = ("aten.scalar_tensor", "aten.arange", "aten.full", "aten.lift", "aten._to_copy")
+COMMAND = ("plan", "--device", "cuda", "--trainer.precision", "bf16-mixed", "--config")
+ROUNDS = 1.001  # one device's autocast computes a few more numbers in float32 than the other's
+
+
+def guarded(*words: str) -> list[str]:
+    """A command line of Python that starts with the library."""
+    return ["env", f"LD_PRELOAD={cuda_guards.environment_with_guards()['LD_PRELOAD']}", sys.executable, *words]
+
+
+def planned(on_cuda: Sequence[str], on_cpu: Sequence[str]) -> list[dict[str, Any]]:
+    """What is found for models on each device, in processes of their own side by side."""
+    plans = ("-m", "tests.support.planned_on")
+    alone = ("env", "-u", "NODE_RANK")  # each of them, and no node of one job
+    outputs = run([*alone, *guarded(*plans, "cuda", *on_cuda)], [*alone, sys.executable, *plans, "cpu", *on_cpu])
+    return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+
+
+def check_kernels(name: str, found: list[dict[str, Any]]) -> None:
+    for there in found:
+        assert there["devices"]["cuda"] > 0
+        # tensors of the step's own Python lie where it made them, and may be moved
+        assert all(made.startswith(("constant_", *MADE)) for made in there["on_cpu"]), there["on_cpu"]
+        assert there["attention"] == ATTENTION.get(name, PLAIN)
+        assert there["times"] == ["backward", "forward"] and there["peak"] > 0
+
+
+def check_beside(name: str, on_cuda: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> None:
+    for there, here in zip(on_cuda, on_cpu, strict=True):
+        assert set(here["devices"]) == {"cpu"}
+        assert there["moved"].keys() <= here["moved"].keys() | {"all_reduce dp_shard"}
+        assert sum(there["moved"].values()) <= ROUNDS * sum(here["moved"].values())
+        assert there["optimizer"] == here["optimizer"] > 0
+    check_kernels(name, on_cuda)
+
+
+def test_plans_for_cuda_compute_with_its_kernels_and_move_no_more():
+    on_cuda, on_cpu = planned(["asking", "dropping 0.1"], ["dropping 0.1"])
+    check_kernels("asking", on_cuda["asking"])
+    check_beside("dropping 0.1", on_cuda["dropping 0.1"], on_cpu["dropping 0.1"])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_planned_for_cuda(name: str):
+    on_cuda, on_cpu = planned([name], [name])
+    check_beside(name, on_cuda[name], on_cpu[name])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recipe", ["llama3/debug", "llama3/1b", "llama3/8b", "llama3/70b"])
+def test_every_recipe_is_planned_for_cuda(recipe: str, tmp_path):
+    dump = tmp_path / "dump"
+    with pytest.raises(SystemExit) as ended:
+        main([*COMMAND, recipe, "--world-size", "64", "--dump", str(dump)])
+    assert ended.value.code == 0
+    captured = (dump / "training_step" / "captured.py.txt").read_text()
+    assert FLASH[0] in captured and FLASH[1] in captured and "_for_cpu" not in captured
+
+
+KERNELS = """
+import logging
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch._subclasses import FakeTensorMode
+from lightning_autoparallel.torch_compat.cuda_guards import seeming_cuda
+NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+def chosen(dtype, head, queries=8, keys=8, heads=(4, 4), mask=None, **options):
+    shape = lambda count, length: torch.empty(2, count, length, head, dtype=dtype, device="cuda:0", requires_grad=True)
+    given = None if mask is None else torch.empty(mask, dtype=dtype, device="cuda:0")
+    query, key = shape(heads[0], queries), shape(heads[1], keys)
+    return NAMES[torch._fused_sdp_choice(query, key, key, given, **options)]
+half, full = torch.bfloat16, torch.float32
+logging.disable()
+with seeming_cuda("h100", (9, 0)), FakeTensorMode():
+    print(chosen(half, 64), chosen(half, 64, is_causal=True), chosen(half, 64, dropout_p=0.1), chosen(half, 256))
+    print(chosen(half, 264), chosen(half, 64, mask=(8, 8)), chosen(half, 64, keys=16, is_causal=True), chosen(full, 64))
+    print(chosen(half, 12, mask=(8, 8)), chosen(full, 6), chosen(torch.float64, 64), chosen(half, 64, heads=(4, 2)))
+    print(chosen(half, 64, heads=(4, 2), enable_gqa=True), chosen(full, 64, heads=(4, 2), enable_gqa=True))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        print(chosen(half, 64, queries=24))  # of other sizes: fake tensors remember what a call gave
+    with sdpa_kernel(SDPBackend.MATH):
+        print(chosen(half, 64, queries=32))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        try:
+            chosen(full, 64, queries=40)
+        except RuntimeError as error:
+            print(str(error).partition(".")[0])
+"""
+
+
+def test_attention_takes_the_kernel_that_torch_documents_for_the_call():
+    (output,) = run(guarded("-c", KERNELS))
+    assert output.strip().splitlines()[-7:] == [
+        "flash flash flash flash",
+        "efficient efficient efficient efficient",
+        "math math math math",
+        "flash math",
+        "efficient",
+        "math",
+        "No available kernel",
+    ]
+
+
+PRECISIONS = """
+import json, warnings
+warnings.simplefilter("ignore")
+from tests.support.planned_on import planned_on
+asked = (16, "bf16", "16-mixed")
+found = {str(p): planned_on("cuda", "dropping 0.0", {"dp_shard": 4}, "fsdp", p)["types"] for p in asked}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.matrix
+def test_precisions_are_those_of_cuda_by_each_of_their_names():
+    (output,) = run(guarded("-c", PRECISIONS))
+    types = json.loads(output.strip().splitlines()[-1])
+    assert types["16"] == types["16-mixed"] and types["16"]["torch.float16"] == types["bf16"]["torch.bfloat16"] > 10
+
+
+def test_the_command_starts_itself_with_what_it_needs(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main([*COMMAND, "llama3/debug", "--world-size", "4", "--dump", str(tmp_path)])
+    assert ended.value.code == 0
+    assert FLASH[0] in (tmp_path / "training_step" / "captured.py.txt").read_text()
+
+
+def test_a_loader_that_leaves_the_library_out_ends_it(monkeypatch, capfd):
+    monkeypatch.setattr(cuda_guards, "_built", lambda: "/nowhere/none.so")
+    with pytest.raises(SystemExit) as ended:
+        main([*COMMAND, "llama3/debug", "--world-size", "4"])
+    assert ended.value.code == 1
+    assert "its loader has left that out" in capfd.readouterr().err
+
+
+def test_python_says_how_to_plan_for_cuda():
+    with pytest.raises(ConfigError, match=r"(?s)needs a GPU.*plan --device cuda.*environment_with_guards"):
+        plan(Dropping(0.0), torch.zeros(4, 64, 256), world_size=4, device="cuda")
+    with pytest.raises(ConfigError, match="'mps' must be 'cpu' or 'cuda'"):
+        plan(Dropping(0.0), torch.zeros(4, 64, 256), world_size=4, device="mps")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("no-such-compiler -O2", "there is no no-such-compiler"), ("false", "false could not build")],
+)
+def test_without_a_compiler_that_works_nothing_is_left(compiler: str, said: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(ConfigError, match=said):
+        cuda_guards.environment_with_guards()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize(("cache", "said"), [("a folder", "space or colon"), ("/proc/none", "cannot be kept")])
+def test_a_cache_that_does_not_do_is_named(cache: str, said: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    with pytest.raises(ConfigError, match=f"{said}.*XDG_CACHE_HOME"):
+        cuda_guards.environment_with_guards()
