@@ -62,6 +62,15 @@ class WideMLP(_Trained):
         return torch.randn(rows, self.width, generator=generator), torch.randint(100, (rows,), generator=generator)
 
 
+class DroppingMLP(WideMLP):
+    """The same with dropout: each rank draws the masks of its own rows."""
+
+    def __init__(self, width: int = 768, depth: int = 3) -> None:
+        super().__init__(width, depth)
+        for block in self.network[:depth]:
+            block.append(nn.Dropout(0.1))
+
+
 class _Residual(nn.Module):
     def __init__(self, channels: int, wider: int) -> None:
         super().__init__()
@@ -156,6 +165,7 @@ def _here(module: type[LightningModule], rules: Mapping[str, Any]) -> Callable[[
 _WORKLOADS = {
     "llama3/debug": _debug,
     "wide MLP": _here(WideMLP, _MLP_RULES),
+    "dropping MLP": _here(DroppingMLP, _MLP_RULES),
     "ResNet": _here(ResNet, {}),
     "encoder": _here(Encoder, _ENCODER_RULES),
 }
