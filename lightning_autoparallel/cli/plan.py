@@ -29,6 +29,7 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningDataModule, LightningModule, Trainer
 from lightning_autoparallel.lightning_compat.cli import ArgsType, LightningArgumentParser
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
+from lightning_autoparallel.strategy.planned_device import CPU, CUDA
 from lightning_autoparallel.strategy.planning import run_planning
 from lightning_autoparallel.torch_compat.cuda_guards import environment_with_guards
 
@@ -115,8 +116,8 @@ def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:
     )
     parser.add_argument(
         "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
+        choices=(CPU, CUDA),
+        default=CPU,
         help="What the step is captured for: cuda has it call CUDA's kernels, without a GPU too (with a C++ compiler).",
     )
     parser.add_argument("--output", type=str | None, default=None, help="Write the report to this JSON file.")

@@ -71,8 +71,7 @@ class CandidateTable:
         rows = [same(Replicate(), call), *self._rows(node, call)]
         kept = dict.fromkeys(row for row in rows if self._fits(row, call))
         before = cut_already or (1,) * (len(call.outputs) + len(call.inputs))
-        draws = fxn.is_random(node)
-        return tuple(self._candidate(row, call, node.meta["val"], before, draws) for row in kept)
+        return tuple(self._candidate(row, call, node.meta["val"], before) for row in kept)
 
     def _rows(self, node: fx.Node, call: OpCall) -> list[Row]:
         if fxn.is_random(node) and not self._axis.shards_batch and isinstance(node.meta["val"], tuple):
@@ -120,7 +119,7 @@ class CandidateTable:
         size = tensor.shape[placement.dim]
         return size > 0 and size % (self._size * split_factor_of(placement)) == 0
 
-    def _candidate(self, row: Row, call: OpCall, result: Any, before: tuple[int, ...], draws: bool) -> Candidate:
+    def _candidate(self, row: Row, call: OpCall, result: Any, before: tuple[int, ...]) -> Candidate:
         outputs, inputs = row
         mine = [self._shards(placement) for placement in (*outputs, *inputs)]
         shards = [count * other for count, other in zip(mine, before, strict=True)]
@@ -133,14 +132,7 @@ class CandidateTable:
             1 / (max(mine, default=1) * max(before, default=1)),
             self._hardware,
         )
-        if draws and self._axis.shards_batch and mine[0] == 1 and isinstance(result, Tensor):
-            time_us += self._sent_us(fxn.size_bytes(result) // shards[0])
         return Candidate(outputs=outputs, inputs=inputs, time_us=time_us)  # type: ignore[arg-type]
-
-    def _sent_us(self, size_bytes: int) -> float:
-        """Of sending what one rank drew to the others, which draw from other seeds: they have other rows."""
-        rates = self._hardware
-        return rates.link_latency_us + size_bytes / (rates.link_gb_per_s * 1e3)
 
     def _shards(self, placement: Placement | None) -> int:
         return self._size if isinstance(placement, (Shard, StridedShard)) else 1

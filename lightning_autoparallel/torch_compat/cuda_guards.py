@@ -83,8 +83,8 @@ def seeming_cuda(name: str, capability: tuple[int, int]) -> Iterator[None]:
         "torch.cuda._lazy_init": None,
     }
     with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch(name, lambda *args, _answer=answer, **kwargs: _answer))
+        for question, answer in answers.items():
+            stack.enter_context(mock.patch(question, lambda *args, _answer=answer, **kwargs: _answer))
         # Else torch makes a first tensor on the device, to start it, and copies what is made from Python numbers there.
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         avoided = property(lambda mode: True)

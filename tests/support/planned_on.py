@@ -2,7 +2,7 @@
 
 For ``cuda`` without a GPU start it with ``cuda_guards.environment_with_guards()``. Of each model and mesh: on which
 devices the captured graph's tensors lie and what lies on the CPU, of which types they are, which kernels compute its
-attention and how those are cut, what its collectives move, and its predicted peak.
+attention, what its collectives move, and its predicted peak.
 """
 
 from __future__ import annotations
@@ -58,19 +58,16 @@ class Asking(Dropping):
         self.has_cuda = torch.cuda.is_available()
         self.kept = torch.ones(WIDTH)  # no buffer: it stays where it was made
 
-    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        return batch.pin_memory() if batch.is_pinned() else batch
-
     def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        return batch + torch.zeros(WIDTH, device=batch.device)
+        return batch + torch.zeros(WIDTH, device=self.device)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         kind = batch.device.type
-        has_cuda = kind == "cuda"
-        assert self.has_cuda == torch.cuda.is_available() == has_cuda and self.device.type == kind
+        assert self.has_cuda == torch.cuda.is_available() == (kind == "cuda") and self.device.type == kind
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8:
             torch.cuda.synchronize()
+            loss = loss + self.kept.pin_memory().to(self.device).mean()
             loss = loss * torch.tensor(1.0).cuda() * torch.tensor(1.0, device=0) * torch.tensor([1.0]).to(0)[0]
         weights = torch.tensor([1.0] * WIDTH).to(self.device) * self.kept.to(self.device)
         limits = torch.tensor([0.5, 1.5], device=self.device)
@@ -95,7 +92,7 @@ def planned_on(device: str, name: str, mesh: dict[str, int], how: str, precision
     with strategy.as_it_trains():
         module, batch = _model_and_batch(name)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=True)
-    loader = DataLoader([batch], batch_size=None, pin_memory=torch.cuda.is_available())
+    loader = DataLoader([batch], batch_size=None, pin_memory=device == "cuda")
     module.train_dataloader = lambda: loader
     graphs: list[CapturedGraph] = []
     with _kept(graphs):
