@@ -17,6 +17,7 @@ from lightning_autoparallel.callbacks.predictions import (
 )
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.callbacks.tried_meshes import meshes_table
+from lightning_autoparallel.cli.collecting import collected_rarely
 from lightning_autoparallel.cli.compare import check_comparable, comparison_tables
 from lightning_autoparallel.cli.explanations import explanation_lines
 from lightning_autoparallel.cli.page import report_page
@@ -88,7 +89,8 @@ class CommandTrainer(Trainer):
             # A module that is built in configure_model has no parameters yet.
             check_comparable({n: tuple(p.shape) for n, p in model.named_parameters()}, other, whole=False)
         start = time.perf_counter()
-        report = run_planning(self, model, datamodule)
+        with collected_rarely():
+            report = run_planning(self, model, datamodule)
         if other is not None:
             check_comparable({name: parameter.shape for name, parameter in report.parameters.items()}, other)
         _write(report, output, trace, plot, html)

@@ -63,7 +63,7 @@ from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimiz
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.seeds import generators_at
-from lightning_autoparallel.pipeline.stages import StageContext, build_step, step_forecast
+from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
     PreparedStep,
@@ -277,7 +277,7 @@ class StepEngine:
                     request = self.request(call, layout, leaves, rebuild, counters)
                     moving = followers(self.module, self.optimizers())
                     state = optimizer_state(self.optimizers(), {**names_by_id(self.module), **self.stand_ins()})
-                    find_plan(self.context, request, step_forecast, moving, self.layouts, state)
+                    find_plan(self.context, request, moving, self.layouts, state)
                 self.context.found.remember(self.module)
                 self.place_anew()
                 self.placed()

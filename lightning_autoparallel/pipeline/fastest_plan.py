@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import (
-    CapturedGraph,
     Explanation,
     MemoryShare,
     PartitionedGraph,
     PassReport,
-    ShardingPlan,
 )
-from lightning_autoparallel.cost import CostModel, HardwareSpec
+from lightning_autoparallel.cost import HardwareSpec
 
 if TYPE_CHECKING:
-    from lightning_autoparallel.pipeline.stages import StageContext
+    pass
 
 # As fast: then the one of fewer launches, which predictions say least of, then the leaner. Measured rates are of one
 # machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
@@ -35,7 +33,8 @@ _AS_LEAN = 1.01  # as are bytes: of those the faster one
 class Answer:
     """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it.
 
-    ``stays_bytes`` are on a rank through a step, by the solver's reckoning; infinite where no solver has looked at it.
+    By the solver's reckoning ``stays_bytes`` are on a rank through a step, which takes ``solved_us``; both are infinite
+    where no solver has looked at it.
     """
 
     spec: PlanSpec
@@ -43,6 +42,7 @@ class Answer:
     notes: tuple[str, ...]
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
+    solved_us: float = math.inf
 
     def to_tell(self) -> Answer:
         """What other ranks are told."""
@@ -75,9 +75,6 @@ class Forecast:
     largest: tuple[MemoryShare, ...] = ()
 
 
-StepForecast = Callable[[CapturedGraph, ShardingPlan, "StageContext", CostModel], Forecast]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """A plan that was taken through the passes, and the bytes that a rank needs for it."""
@@ -91,6 +88,11 @@ class Contender:
 def alike(hardware: HardwareSpec) -> float:
     """Times of another plan, as a factor, that are no reason to take this one."""
     return _ALIKE if hardware.optimizer_gb_per_s is None else _ALIKE_MEASURED
+
+
+def alike_to_look_at(hardware: HardwareSpec) -> float:
+    """The same for a plan that is not through the passes: fewer launches are worth it where rates are measured."""
+    return 1.0 if hardware.optimizer_gb_per_s is None else _ALIKE_MEASURED
 
 
 def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float = _ALIKE) -> Contender | None:

@@ -7,7 +7,7 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,10 @@ from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.calls_of_step import CallsOfStep
+from lightning_autoparallel.pipeline.contest import Contest
 from lightning_autoparallel.pipeline.fastest_plan import (
     Answer,
-    Contender,
     RewrittenStep,
-    StepForecast,
     alike,
     choice_note,
     fastest,
@@ -41,7 +40,6 @@ from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, 
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
-from lightning_autoparallel.torch_compat.tracing import collection_paused
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -186,7 +184,6 @@ class FoundPlan:
 def find_plan(
     context: StageContext,
     request: StepRequest,
-    step_forecast: StepForecast,
     followers: Mapping[str, tuple[str, ...] | None] = MappingProxyType({}),
     layouts: Mapping[str, ParameterLayout] = MappingProxyType({}),
     optimizers: tuple[OptimizerState, str | None] = (ADAMW, None),
@@ -216,14 +213,13 @@ def find_plan(
         error = caught
     context.control.raise_together(error)
     assert captured is not None
-    step = find_plan_of(captured, context, step_forecast, followers, layouts, optimizers)
+    step = find_plan_of(captured, context, followers, layouts, optimizers)
     context.found.held = HeldStep(request=request, captured=captured, capture_seconds=capturing.seconds, step=step)
 
 
 def find_plan_of(
     captured: CapturedGraph,
     context: StageContext,
-    step_forecast: StepForecast,
     followers: Mapping[str, tuple[str, ...] | None],
     layouts: Mapping[str, ParameterLayout],
     optimizers: tuple[OptimizerState, str | None],
@@ -244,7 +240,7 @@ def find_plan_of(
     with context.progress.stage(f"find a plan for {captured.name}"):
         for policy in policies:
             try:
-                return _find_within(captured, context, costs, policy, budget, step_forecast, layouts)
+                return _find_within(captured, context, costs, policy, budget, layouts)
             except Exception as error:
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before
@@ -271,7 +267,6 @@ def _find_within(
     costs: CostModel,
     policy: str | CheckpointFunction,
     budget_bytes: float,
-    step_forecast: StepForecast,
     layouts: Mapping[str, ParameterLayout],
 ) -> RewrittenStep | None:
     """The plan with this policy; what passes make of its step, where they were asked.
@@ -304,16 +299,15 @@ def _find_within(
         found.predicted_bytes = kept_bytes(captured, plans[0], found.state) + most_bytes(captured)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return None
-        contenders, left_out = _through_passes(
-            captured, context, costs, step_forecast, list(zip(answers, plans, strict=True))
-        )
+        contest = Contest(captured, context, costs, budget_bytes)
+        contenders = contest.contenders(list(zip(answers, plans, strict=True)))
         taken = fastest(contenders, budget_bytes, alike(costs.hardware))
         if taken is not None:
             _hold(found, taken.answer)
             found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
-            found.notes = (*found.notes, *choice_note(contenders, taken), *left_out, note)
+            found.notes = (*found.notes, *choice_note(contenders, taken), *contest.left_out, note)
             return taken.forecast.step
         seen += [answer.spec for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
@@ -337,33 +331,6 @@ def _saved(captured: CapturedGraph, context: StageContext, policy: str | Checkpo
         error = caught
     context.control.raise_together(error)
     return saved
-
-
-def _through_passes(
-    captured: CapturedGraph,
-    context: StageContext,
-    costs: CostModel,
-    step_forecast: StepForecast,
-    candidates: Sequence[tuple[Answer, ShardingPlan]],
-) -> tuple[list[Contender], list[str]]:
-    """What passes make of each plan, and notes on those that they fail on; an error of the first is raised."""
-    reserved = 1 + (costs.hardware.reserved_share or 0.0)
-    contenders: list[Contender] = []
-    left_out: list[str] = []
-    for number, (one, plan) in enumerate(candidates, start=1):
-        context.progress.advance(f"plan {number} of {len(candidates)} through the passes")
-        try:
-            with collection_paused():  # graphs are large, and what is thrown away of them goes between plans
-                forecast = step_forecast(captured, plan, context, costs)
-        except Exception as error:  # on all ranks alike; there is a better plan, which is known to go through
-            if not contenders:
-                raise
-            left_out.append(f"plan auto: another plan was left out: {type(error).__name__}: {error}")
-            continue
-        kept = kept_bytes(captured, plan, context.found.state)
-        needed = (kept + forecast.peak_bytes) * reserved
-        contenders.append(Contender(answer=one, forecast=forecast, kept_bytes=kept, needed_bytes=needed))
-    return contenders, left_out
 
 
 def _take(
@@ -407,7 +374,14 @@ def _solved(
         unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
         notes = (*plan.notes, *told_of_staying(context.found.pins), *unknown)
         answers.append(
-            Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
+            Answer(
+                spec=plan.found,
+                document=document,
+                notes=notes,
+                explain=plan.explain,
+                stays_bytes=plan.stays_bytes,
+                solved_us=plan.solved_us,
+            )
         )
     return tuple(answers)
 

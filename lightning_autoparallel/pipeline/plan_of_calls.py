@@ -22,7 +22,7 @@ from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.pipeline.found_plan import find_plan_of
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
-from lightning_autoparallel.pipeline.stages import StageContext, step_forecast
+from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.staying import left_where_it_is
 from lightning_autoparallel.pipeline.step_calls import StepCall
 
@@ -77,7 +77,7 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
         unread = {name: layout for name, layout in layouts.items() if name not in read}
         found.missing_bytes = _bytes_of(engine, unread, state[0])
         rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
-        find_plan_of(joined, context, step_forecast, moving, layouts, state)
+        find_plan_of(joined, context, moving, layouts, state)
         assert found.spec is not None
         found.spec = replace(found.spec, rules=(*found.spec.rules, *rules))
     except AutoParallelError as refusal:  # the training goes on as it began

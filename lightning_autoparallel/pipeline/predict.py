@@ -101,15 +101,19 @@ def forecast_of(
         UnsupportedOpError: the memory of a value is unknown.
     """
     memory = predict_step_memory(partitioned)
-    trained = stored_bytes(captured, plan, trained_only=True)
     launches = sum(len(list(fxn.collectives_of(half.graph))) for half in partitioned.graphs().values())
-    update_us = sum(update_time_us(size, costs.hardware, state.of(name)) for name, size in trained.items())
     try:
         graphs_us = sum(costs.timeline(graph_module.graph).time_us for graph_module in partitioned.graphs().values())
     except (UnsupportedOpError, ConfigError):
         return Forecast(time_us=None, peak_bytes=memory.peak_bytes, launches=launches, largest=memory.largest)
-    time_us = graphs_us + update_us
+    time_us = graphs_us + step_update_us(captured, plan, costs, state)
     return Forecast(time_us=time_us, peak_bytes=memory.peak_bytes, launches=launches, largest=memory.largest)
+
+
+def step_update_us(captured: CapturedGraph, plan: ShardingPlan, costs: CostModel, state: OptimizerState) -> float:
+    """Microseconds that optimizers which keep this ``state`` take behind a planned step."""
+    trained = stored_bytes(captured, plan, trained_only=True)
+    return sum(update_time_us(size, costs.hardware, state.of(name)) for name, size in trained.items())
 
 
 def stored_bytes(captured: CapturedGraph, plan: ShardingPlan, trained_only: bool = False) -> dict[str, float]:

@@ -223,3 +223,18 @@ def terminal_display() -> Progress | None:
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+StageClock = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def stage_clock(graph: str, timings: dict[str, float], progress: StageProgress) -> StageClock:
+    """Stages of a graph, each shown while it runs; ``timings`` are told its seconds, those of its parts together."""
+
+    @contextlib.contextmanager
+    def clock(stage: str) -> Iterator[None]:
+        with progress.stage(f"{stage} {graph}") as running:
+            yield
+        timings[stage] = timings.get(stage, 0.0) + running.seconds
+
+    return clock

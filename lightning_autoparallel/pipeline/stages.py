@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
-from lightning_autoparallel.apply import UnreducedLayout, lower_graph
+from lightning_autoparallel.apply import UnreducedLayout
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.compile import lower_partitioned, specialize_partitioned
@@ -21,35 +19,20 @@ from lightning_autoparallel.contracts import (
     Explanation,
     GraphCallable,
     PartitionedGraph,
-    PassReport,
     PlanReport,
-    ShardedGraph,
     ShardingPlan,
 )
-from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.memory import surroundings_of
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
-from lightning_autoparallel.passes import (
-    DEFAULT_BYTES,
-    AxesByGroup,
-    BucketLimit,
-    ChunkOptions,
-    DecomposeOptions,
-    joint_groups,
-    joint_passes,
-    run_passes,
-    split_passes,
-)
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.compiled_once import compiling_turn
-from lightning_autoparallel.pipeline.fastest_plan import Forecast, RewrittenStep
+from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
-from lightning_autoparallel.pipeline.partitioning import Partitioning
-from lightning_autoparallel.pipeline.predict import cost_model, forecast_of, with_predictions
-from lightning_autoparallel.pipeline.progress import StageProgress
-from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order, check_same_start
+from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
+from lightning_autoparallel.pipeline.progress import StageClock, StageProgress, stage_clock
+from lightning_autoparallel.pipeline.rewriting import rewritten_step
+from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     explain_rules,
@@ -111,7 +94,7 @@ def build_step(
     """
     held = context.found.take_held(request)
     timings: dict[str, float] = {}
-    clock = _clock(request.name, timings, context.progress)
+    clock = stage_clock(request.name, timings, context.progress)
     captured, plan = _agreed_plan(request, context, clock, None if held is None else held.captured)
     if held is not None:
         timings["capture"] = held.capture_seconds
@@ -138,11 +121,11 @@ def finish_step(
         PassError: ranks have different settings, or their graphs came out different.
     """
     timings = {} if timings is None else timings
-    clock = _clock(captured.name, timings, context.progress)
+    clock = stage_clock(captured.name, timings, context.progress)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     costs = cost_model(context.config, context.mesh, context.control, context.warn_once)
     if rewritten is None:
-        rewritten = _applied(captured, plan, context, costs, artifacts)
+        rewritten = rewritten_step(captured, plan, context, costs, artifacts)
     timings.update(rewritten.timings)
     partitioned, passes = rewritten.partitioned, rewritten.passes
     for message in rewritten.warnings:
@@ -179,36 +162,6 @@ def finish_step(
     )
 
 
-def _applied(
-    captured: CapturedGraph,
-    plan: ShardingPlan,
-    context: StageContext,
-    costs: CostModel,
-    artifacts: ArtifactWriter,
-) -> RewrittenStep:
-    """The stages ``apply`` and ``passes``, with the partition; every rank calls it.
-
-    Raises:
-        PassError: ranks have different settings, or their graphs came out different.
-    """
-    timings: dict[str, float] = {}
-    warnings: list[str] = []
-    clock = _clock(captured.name, timings, context.progress)
-    error: Exception | None = None
-    sharded: ShardedGraph | None = None
-    try:
-        with clock("apply"):
-            sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    assert sharded is not None
-    with clock("passes"):
-        heard = replace(context, warn=warnings.append, told=set())
-        partitioned, passes = _rewritten(sharded, heard, costs, artifacts)
-    return RewrittenStep(partitioned=partitioned, passes=passes, warnings=tuple(warnings), timings=timings)
-
-
 def _explained(captured: CapturedGraph, plan: ShardingPlan, context: StageContext, pattern: str) -> Explanation:
     """Why what ``pattern`` matches is placed so.
 
@@ -218,27 +171,6 @@ def _explained(captured: CapturedGraph, plan: ShardingPlan, context: StageContex
     if plan.found is not None and context.found.explain is not None:
         return context.found.explain(pattern)
     return explain_rules(captured, plan, context.plan, pattern)
-
-
-def step_forecast(captured: CapturedGraph, plan: ShardingPlan, context: StageContext, costs: CostModel) -> Forecast:
-    """What a planned step takes once passes have rewritten it; every rank calls it, and is told what rank 0 finds.
-
-    Raises:
-        AutoParallelError: some rank cannot rewrite it.
-    """
-    silent = replace(context, progress=StageProgress())
-    step = _applied(captured, plan, silent, costs, ArtifactWriter(None))
-    error: Exception | None = None
-    forecast: Forecast | None = None
-    try:
-        forecast = forecast_of(captured, plan, step.partitioned, costs, context.found.state)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    told = context.control.gather((forecast, context.config.dump_dir is None))
-    first: Forecast = told[0][0]
-    # What is to be dumped is made once more, with its passes' graphs.
-    return replace(first, step=step) if all(is_quiet for _, is_quiet in told) else first
 
 
 def _waiting(plan: ShardingPlan, captured: CapturedGraph, waiting: Mapping[str, UnreducedLayout]) -> ShardingPlan:
@@ -273,124 +205,8 @@ def _lowered(
     return lowered
 
 
-def _rewritten(
-    sharded: ShardedGraph, context: StageContext, costs: CostModel, artifacts: ArtifactWriter
-) -> tuple[PartitionedGraph, tuple[PassReport, ...]]:
-    """Passes over the joint graph, the partition, passes over what it made."""
-    config, groups = context.config, AxesByGroup(context.mesh)
-    keeps = sharded.has_backward and _keeps_gradients(sharded.name, context)
-    error: Exception | None = None
-    try:
-        partitioned, reports, room_bytes = _partitioned(sharded, context, groups, artifacts, costs, keeps)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    check_same_start(partitioned, _settings(config, costs), context.control)
-    around = partial(surroundings_of, partitioned, room_bytes=room_bytes)
-    backend = _backend(context.mesh, costs)
-    passes = split_passes(
-        _bucket_limit(config, costs),
-        joint_groups(context.mesh),
-        costs,
-        around,
-        _decompose_options(config, backend),
-        backend,
-        config.disabled_passes,
-    )
-    told: dict[str, tuple[PassReport, ...]] = {}
-    # The backward first: the forward may take as much memory as it does.
-    for half, rewritten in reversed(partitioned.graphs().items()):
-        name = f"{sharded.name}.{half}"
-        told[half] = run_passes(
-            rewritten, name, passes, groups, artifacts, config.disabled_passes, context.progress.advance
-        )
-    return partitioned, (*reports, *(report for half in partitioned.graphs() for report in told[half]))
-
-
-def _keeps_gradients(name: str, context: StageContext) -> bool:
-    """All ranks reckon alike, though one of them may have a hook that looks at gradients."""
-    error: Exception | None = None
-    keeps = True
-    try:
-        keeps = context.keeps_gradients(name)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    return context.control.any([keeps])[0]
-
-
-def _partitioned(
-    sharded: ShardedGraph,
-    context: StageContext,
-    groups: AxesByGroup,
-    artifacts: ArtifactWriter,
-    costs: CostModel,
-    keeps_gradients: bool,
-) -> tuple[PartitionedGraph, tuple[PassReport, ...], int]:
-    """Passes over the joint graph and the partition; with the bytes that it would take without some of them."""
-    config, policy = context.config, context.found.policy or context.checkpointing
-    partition = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients)
-    reports = run_passes(
-        sharded.graph_module,
-        sharded.name,
-        joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), costs, partition.memory),
-        groups,
-        artifacts,
-        config.disabled_passes,
-        context.progress.advance,
-    )
-    return partition.partitioned(context.warn_once), reports, partition.first_bytes
-
-
-def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:
-    """What passes depend on besides the graphs, as all ranks can compare it."""
-    return {
-        "disabled_passes": sorted(config.disabled_passes),
-        "bucket_mb": config.bucket_mb,
-        "decompose_matmuls": config.decompose_matmuls,
-        "loss_chunks": config.loss_chunks,
-        "hardware or ranks_per_node": costs.hardware,
-        "reshard_after_forward": config.reshard_after_forward,
-    }
-
-
-def _backend(mesh: ParallelMesh, costs: CostModel) -> str:
-    """What process groups talk through, or would: a fake world is planned for what the hardware has."""
-    return costs.hardware.backend if mesh.backend == "fake" else mesh.backend
-
-
-def _decompose_options(config: EngineConfig, backend: str) -> DecomposeOptions:
-    spec = config.decompose_matmuls
-    return DecomposeOptions(when=spec.when, order=spec.order, depth=spec.depth, backend=backend)
-
-
-def _chunk_options(config: EngineConfig) -> ChunkOptions:
-    return ChunkOptions(chunks=None if config.loss_chunks == AUTO else int(config.loss_chunks))
-
-
-def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:
-    """Bytes that one launch may move: what the user allows, or the size at which latency is a twentieth of its time."""
-    if config.bucket_mb is not None:
-        most = int(config.bucket_mb * 1e6)
-        return lambda kind, group: most
-    return lambda kind, group: costs.saturating_bytes(kind, group, 0.95) if group in costs.groups else DEFAULT_BYTES
-
-
-Clock = Callable[[str], contextlib.AbstractContextManager[None]]
-
-
-def _clock(graph: str, timings: dict[str, float], progress: StageProgress) -> Clock:
-    @contextlib.contextmanager
-    def clock(stage: str) -> Iterator[None]:
-        with progress.stage(f"{stage} {graph}") as running:
-            yield
-        timings[stage] = running.seconds
-
-    return clock
-
-
 def _agreed_plan(
-    request: StepRequest, context: StageContext, clock: Clock, captured: CapturedGraph | None = None
+    request: StepRequest, context: StageContext, clock: StageClock, captured: CapturedGraph | None = None
 ) -> tuple[CapturedGraph, ShardingPlan]:
     """Capture, unless that was done, and plan; an error, or a difference, of one rank is an error of all."""
     error: Exception | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,8 @@ from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import predict_step_memory, surroundings_of
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes import AxesByGroup, joint_groups, run_passes, split_passes
-from lightning_autoparallel.pipeline import stages
+from lightning_autoparallel.pipeline import rewriting
+from lightning_autoparallel.pipeline.stages import StageContext
 
 SPLIT_PASSES = tuple(each.name for each in split_passes())
 
@@ -39,7 +41,7 @@ class SplitStep:
     """A partitioned step, and what its passes are bound to."""
 
     partitioned: PartitionedGraph
-    context: stages.StageContext
+    context: StageContext
     costs: CostModel
 
     def halves(self) -> dict[str, fx.GraphModule]:
@@ -56,7 +58,7 @@ class SplitStep:
     def run(self, names: Sequence[str]) -> SplitStep:
         """Run those of the passes over split graphs that are named, in their order, in place."""
         around = partial(surroundings_of, self.partitioned)
-        limit = stages._bucket_limit(self.context.config, self.costs)
+        limit = rewriting._bucket_limit(self.context.config, self.costs)
         passes = split_passes(limit, joint_groups(self.context.mesh), self.costs, around)
         others = [name for name in SPLIT_PASSES if name not in names]
         for name, half in self.halves().items():
@@ -81,23 +83,21 @@ class SplitStep:
 
 def with_split_step(arguments: Sequence[str], look: Callable[[SplitStep], None]) -> None:
     """Call ``look`` inside of the fake world of ``plan`` with these arguments; what ``plan`` prints is left out."""
-    rewritten, stdout = stages._rewritten, sys.stdout
+    finish, stdout = rewriting.StepRewriting.finish, sys.stdout
 
-    def unchanged(sharded, context, costs, artifacts):
-        config = dataclasses.replace(context.config, disabled_passes=SPLIT_PASSES)
-        context = dataclasses.replace(context, config=config)
-        partitioned, reports = rewritten(sharded, context, costs, artifacts)
-        step = SplitStep(partitioned=partitioned, context=context, costs=costs)
+    def looked_at(self):
+        step = finish(self)
         with contextlib.redirect_stdout(stdout):
-            look(step)
-        return partitioned, reports
+            look(SplitStep(partitioned=step.partitioned, context=self._context, costs=self._costs))
+        return step
 
+    unchanged = ["--strategy.disabled_passes", json.dumps(SPLIT_PASSES)]
     with (
         contextlib.redirect_stdout(io.StringIO()) as hidden,
-        mock.patch.object(stages, "_rewritten", unchanged),
+        mock.patch.object(rewriting.StepRewriting, "finish", looked_at),
         mock.patch.object(sys, "argv", sys.argv[:1]),  # Lightning warns of arguments that are not its own
     ):
-        assert main(["plan", *arguments]) == 0, hidden.getvalue()
+        assert main(["plan", *arguments, *unchanged]) == 0, hidden.getvalue()
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -12,9 +12,9 @@ from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
-from lightning_autoparallel.pipeline import engine, partitioning, stages
-from lightning_autoparallel.pipeline.fastest_plan import Forecast
-from lightning_autoparallel.pipeline.stages import step_forecast
+from lightning_autoparallel.pipeline import partitioning, stages
+from lightning_autoparallel.pipeline.contest import Contest
+from lightning_autoparallel.pipeline.rewriting import StepRewriting
 from lightning_autoparallel.plan import other_plans
 from lightning_autoparallel.strategy.planning import plan
 
@@ -72,9 +72,11 @@ def test_what_was_captured_to_find_the_plan_is_what_is_compiled(monkeypatch: pyt
 
     monkeypatch.setattr(partitioning, "partition_graph", partition)
     monkeypatch.setattr(stages, "capture_step", again)
+    begun: list[int] = []
+    all_begun = Contest._all_begun
+    monkeypatch.setattr(Contest, "_all_begun", lambda self, plans: begun.append(len(plans)) or all_begun(self, plans))
     report = found(80.0, rows=64)
-    (told,) = [note for note in report.notes if "were taken through the passes" in note]
-    assert f"{len(partitions)} plans were taken" in told
+    assert begun == [len(partitions)] and begun[0] > 1
     assert report.timings_s["capture"] > 0 and report.timings_s["passes"] > 0
 
 
@@ -117,21 +119,44 @@ def test_a_budget_is_a_number_and_auto_goes_with_auto() -> None:
 def test_another_plan_that_passes_fail_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails on the best is an error as before."""
     monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
-    tried: list[int] = []
+    monkeypatch.setattr(Contest, "_reason_against", lambda self, one: None)
+    begun: list[int] = []
     failing = {2}
+    begin = StepRewriting.begin
 
-    def forecast(*arguments: Any) -> Forecast:
-        tried.append(len(tried) + 1)
-        if tried[-1] in failing:
+    def failing_begin(self: StepRewriting, *arguments: Any) -> None:
+        begun.append(len(begun) + 1)
+        if begun[-1] in failing:
             raise PassError("no such bucket")
-        return step_forecast(*arguments)
+        begin(self, *arguments)
 
-    monkeypatch.setattr(engine, "step_forecast", forecast)
+    monkeypatch.setattr(StepRewriting, "begin", failing_begin)
     notes = found(80.0, rows=64).notes
-    assert len(tried) > 2
+    assert len(begun) > 2
     assert "plan auto: another plan was left out: PassError: no such bucket" in notes
-    assert any(f"{len(tried) - 1} plans were taken through the passes" in note for note in notes)
-    tried.clear()
+    assert any(f"{len(begun) - 1} plans were taken through the passes" in note for note in notes)
+    begun.clear()
     failing.add(1)
     with pytest.raises(PassError, match="no such bucket"):
         found(80.0, rows=64)
+
+
+def test_what_a_step_takes_at_least_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not much less: else no plan could be left out for it."""
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    monkeypatch.setattr(Contest, "_reason_against", lambda self, one: None)
+    seen: list[tuple[float, float | None]] = []
+    finished = Contest._finished
+
+    def look(self: Contest, one: Any) -> Any:
+        contender = finished(self, one)
+        seen.append((one.least_us, contender.forecast.time_us))
+        return contender
+
+    monkeypatch.setattr(Contest, "_finished", look)
+    for mesh in ({"dp_shard": 8}, {"dp_shard": 2, "tp": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}):
+        for hardware in ("h100", "cpu"):
+            found(80.0, rows=2**12, mesh=mesh, hardware=hardware)
+    assert len(seen) > 12
+    for least_us, time_us in seen:
+        assert time_us is not None and 0.4 * time_us < least_us < 1.001 * time_us

@@ -1,0 +1,145 @@
+"""Which of several plans is fastest behind the passes, without taking all of them through all passes.
+
+Each is begun: applied, partitioned, with the joint graph's passes behind it. What it takes at least is known then, and
+says well what it will take. So the plan that takes least at least goes through the other passes first, and another one
+goes no further if it would have to come twice as near to that as any before it to be faster. Nor does one that the
+solver thinks as good as one that has gone through, and no leaner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lightning_autoparallel.artifacts import ArtifactWriter
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike_to_look_at
+from lightning_autoparallel.pipeline.predict import forecast_of, step_update_us
+from lightning_autoparallel.pipeline.progress import StageProgress
+from lightning_autoparallel.pipeline.rank_memory import kept_bytes
+from lightning_autoparallel.pipeline.rewriting import StepRewriting
+from lightning_autoparallel.torch_compat.tracing import collection_paused
+
+if TYPE_CHECKING:
+    from lightning_autoparallel.pipeline.stages import StageContext
+
+_NEARER = 0.5  # the part of what another plan's step takes above the least that passes may leave of this one's
+_AS_GOOD, _AS_LEAN = 1e-3, 1e-2  # of a solver's time and bytes: by as much may plans differ that are taken for one
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A plan whose step is at the first passes; it takes at least ``least_us``, with the optimizer's."""
+
+    place: int  # among those of the solver, whose best is 0
+    answer: Answer
+    plan: ShardingPlan
+    rewriting: StepRewriting
+    least_us: float
+
+
+class Contest:
+    """Takes plans for one step through the passes; every rank calls it alike, and rank 0's figures decide.
+
+    A rank may use ``budget_bytes``. ``left_out`` are notes on the plans that are no contenders.
+    """
+
+    def __init__(self, captured: CapturedGraph, context: StageContext, costs: CostModel, budget_bytes: float) -> None:
+        self.left_out: list[str] = []
+        self._captured, self._context, self._costs, self._budget_bytes = captured, context, costs, budget_bytes
+        self._contenders: dict[int, Contender] = {}  # by their place
+        self._least_us: dict[int, float] = {}
+
+    def contenders(self, candidates: Sequence[tuple[Answer, ShardingPlan]]) -> list[Contender]:
+        """Those that went through all passes, in their order; the first of ``candidates`` is the solver's best.
+
+        Raises:
+            AutoParallelError: that one cannot be rewritten. Another one is left out for that.
+        """
+        for one in sorted(self._all_begun(candidates), key=lambda one: one.least_us):
+            reason = self._reason_against(one)
+            if reason is not None:
+                self._leave_out(reason)
+                continue
+            self._context.progress.advance(f"plan {one.place + 1} of {len(candidates)} through the passes")
+            try:
+                self._contenders[one.place] = self._finished(one)
+            except Exception as error:  # on all ranks alike
+                if one.place == 0:
+                    raise
+                self._leave_out(f"{type(error).__name__}: {error}")
+        return [self._contenders[place] for place in sorted(self._contenders)]
+
+    def _fits(self, contender: Contender) -> bool:
+        return contender.needed_bytes <= self._budget_bytes
+
+    def _all_begun(self, candidates: Sequence[tuple[Answer, ShardingPlan]]) -> list[_Begun]:
+        begun = []
+        for place, (answer, plan) in enumerate(candidates):
+            self._context.progress.advance(f"plan {place + 1} of {len(candidates)} into the passes")
+            try:
+                begun.append(self._begun(place, answer, plan))
+            except Exception as error:  # on all ranks alike
+                if place == 0:
+                    raise
+                self._leave_out(f"{type(error).__name__}: {error}")
+        return begun
+
+    def _begun(self, place: int, answer: Answer, plan: ShardingPlan) -> _Begun:
+        silent = replace(self._context, progress=StageProgress())
+        rewriting = StepRewriting(self._captured.name, silent, self._costs, ArtifactWriter(None))
+        with collection_paused():  # graphs are large, and what is thrown away of them goes between plans
+            rewriting.begin(self._captured, plan)
+            least_us = rewriting.least_us()
+        least_us += step_update_us(self._captured, plan, self._costs, self._context.found.state)
+        self._least_us[place] = least_us
+        return _Begun(place=place, answer=answer, plan=plan, rewriting=rewriting, least_us=least_us)
+
+    def _reason_against(self, one: _Begun) -> str | None:
+        """Why a plan need not go further; None where it may be the fastest of those that fit."""
+        fitting = [(self._least_us[place], each) for place, each in self._contenders.items() if self._fits(each)]
+        known = [(least_us, time) for least_us, each in fitting if (time := each.forecast.time_us) is not None]
+        if not fitting or len(known) < len(fitting):
+            return None
+        nearest = min(time / least_us if least_us else 1.0 for least_us, time in known)
+        expected_us = one.least_us * (1 + max(nearest - 1, 0.0) * _NEARER)
+        if expected_us > min(time for _, time in known) * alike_to_look_at(self._costs.hardware):
+            return f"it takes at least {one.least_us / 1e3:.4g} ms a step"
+        if any(_is_no_better(one.answer, each.answer) for _, each in fitting):
+            return "the solver thinks no better of it than of one that was looked at"
+        return None
+
+    def _finished(self, one: _Begun) -> Contender:
+        with collection_paused():
+            forecast = self._forecast(one)
+        kept = kept_bytes(self._captured, one.plan, self._context.found.state)
+        reserved = 1 + (self._costs.hardware.reserved_share or 0.0)
+        needed = (kept + forecast.peak_bytes) * reserved
+        return Contender(answer=one.answer, forecast=forecast, kept_bytes=kept, needed_bytes=needed)
+
+    def _forecast(self, one: _Begun) -> Forecast:
+        """What the step takes behind all passes, as rank 0 finds."""
+        context, step = self._context, one.rewriting.finish()
+        error: Exception | None = None
+        forecast: Forecast | None = None
+        try:
+            forecast = forecast_of(self._captured, one.plan, step.partitioned, self._costs, context.found.state)
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        context.control.raise_together(error)
+        told = context.control.gather((forecast, context.config.dump_dir is None))
+        first: Forecast = told[0][0]
+        # What is to be dumped is made once more, with its passes' graphs.
+        return replace(first, step=step) if all(is_quiet for _, is_quiet in told) else first
+
+    def _leave_out(self, reason: str) -> None:
+        self.left_out.append(f"plan auto: another plan was left out: {reason}")
+
+
+def _is_no_better(one: Answer, other: Answer) -> bool:
+    """Whether a solver takes two plans for one, and the second for no larger."""
+    is_alike = not math.isinf(one.solved_us) and math.isclose(one.solved_us, other.solved_us, rel_tol=_AS_GOOD)
+    return is_alike and one.stays_bytes >= other.stays_bytes * (1 - _AS_LEAN)

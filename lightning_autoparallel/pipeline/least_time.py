@@ -1,0 +1,55 @@
+"""What a step takes at least, whatever passes do with its order and its launches: known before most have run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from lightning_autoparallel.contracts import PartitionedGraph
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.timeline import COMPUTE
+from lightning_autoparallel.errors import AutoParallelError, ConfigError, UnsupportedOpError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.passes.bucketing import BucketLimit
+
+_WAYS = {"reduce_scatter": ("reduce_scatter", "all_to_all")}  # ranks may exchange what they reduce
+
+
+class SlowerStepError(AutoParallelError):
+    """A step that is being looked at takes at least ``least_us``, which is too long to look at it further."""
+
+    def __init__(self, least_us: float) -> None:
+        super().__init__(f"in any order it takes at least {least_us / 1e3:.4g} ms")
+        self.least_us = least_us
+
+
+def least_time_us(partitioned: PartitionedGraph, costs: CostModel, limit: BucketLimit) -> float:
+    """Microseconds of the busiest stream of each graph, one after the other; 0 where a cost is unknown.
+
+    Computing waits for nothing, and collectives share launches that are as large as ``limit`` allows: what is large by
+    itself pays all of its latency, anything else the share that it has of such a launch. Chained gathers are fused
+    already: that moves bytes to the group of another stream. The other passes add calls, and take away what is behind
+    the comma.
+    """
+    try:
+        return sum(_busiest_us(half.graph, costs, limit) for half in partitioned.graphs().values())
+    except (UnsupportedOpError, ConfigError):
+        return 0.0
+
+
+def _busiest_us(graph: fx.Graph, costs: CostModel, limit: BucketLimit) -> float:
+    busy_us: dict[str, float] = defaultdict(float)
+    busy_us[COMPUTE] = sum(costs.graph_times_us(graph).values())
+    for node in fxn.collectives_of(graph):
+        ways = _WAYS.get(kind := fxn.collective_kind(node) or "", (kind,))
+        busy_us[fxn.group_of(node)] += min(_shared_us(node, way, costs, limit) for way in ways)
+    return max(busy_us.values())
+
+
+def _shared_us(node: fx.Node, kind: str, costs: CostModel, limit: BucketLimit) -> float:
+    """Microseconds of a collective, as one of ``kind``, in a launch with others."""
+    group, size_bytes = fxn.group_of(node), fxn.collective_size_bytes(node)
+    moving_us = costs.moving_time_us(kind, size_bytes, group)
+    latency_us = costs.launch_time_us(kind, size_bytes, group) - moving_us
+    return moving_us + latency_us * min(1.0, size_bytes / max(limit(kind, group), 1))

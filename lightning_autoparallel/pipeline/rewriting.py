@@ -1,0 +1,202 @@
+"""A planned step on its way through ``apply`` and ``passes``: its joint graph, the partition, and what that made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_autoparallel.apply import lower_graph
+from lightning_autoparallel.artifacts import ArtifactWriter
+from lightning_autoparallel.config import AUTO, EngineConfig
+from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, PassReport, ShardedGraph, ShardingPlan
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.memory import surroundings_of
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.passes import (
+    DEFAULT_BYTES,
+    AxesByGroup,
+    BucketLimit,
+    ChunkOptions,
+    DecomposeOptions,
+    GraphPass,
+    joint_groups,
+    joint_passes,
+    run_passes,
+    split_passes,
+)
+from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
+from lightning_autoparallel.pipeline.least_time import least_time_us
+from lightning_autoparallel.pipeline.partitioning import Partitioning
+from lightning_autoparallel.pipeline.progress import stage_clock
+from lightning_autoparallel.pipeline.same_order import check_same_start
+
+if TYPE_CHECKING:
+    from lightning_autoparallel.pipeline.stages import StageContext
+
+
+class StepRewriting:
+    """Takes one planned step to its final graphs: ``begin``, then ``finish``; every rank calls them alike."""
+
+    partitioned: PartitionedGraph
+    _sharded: ShardedGraph
+    _passes: tuple[GraphPass, ...]
+    _reports: tuple[PassReport, ...]
+    _halves: dict[str, tuple[PassReport, ...]]
+
+    def __init__(self, name: str, context: StageContext, costs: CostModel, artifacts: ArtifactWriter) -> None:
+        self._warnings: list[str] = []
+        self._timings: dict[str, float] = {}
+        self._clock = stage_clock(name, self._timings, context.progress)
+        self._context = replace(context, warn=self._warnings.append, told=set())
+        self._costs, self._artifacts = costs, artifacts
+        self._groups = AxesByGroup(context.mesh)
+        self._limit = _bucket_limit(context.config, costs)
+
+    def begin(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
+        """Apply the plan, run the passes over the joint graph, partition it, and say which group moves what.
+
+        Raises:
+            PassError: ranks have different settings, or their graphs came out different.
+        """
+        context = self._context
+        error: Exception | None = None
+        try:
+            with self._clock("apply"):
+                self._sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        context.control.raise_together(error)
+        with self._clock("passes"):
+            self._begin_passes()
+
+    def least_us(self) -> float:
+        """Microseconds that the graphs take at least, by rank 0's reckoning; to be asked between the two."""
+        own = least_time_us(self.partitioned, self._costs, self._limit)
+        return float(self._context.control.gather(own)[0])
+
+    def finish(self) -> RewrittenStep:
+        """Run the other passes."""
+        with self._clock("passes"):
+            self._run(self._passes[1:])
+        halves = [report for half in self.partitioned.graphs() for report in self._halves[half]]
+        return RewrittenStep(
+            partitioned=self.partitioned,
+            passes=(*self._reports, *halves),
+            warnings=tuple(self._warnings),
+            timings=self._timings,
+        )
+
+    def _begin_passes(self) -> None:
+        context, config, costs = self._context, self._context.config, self._costs
+        keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, context)
+        error: Exception | None = None
+        try:
+            room_bytes = self._partition(keeps)
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        context.control.raise_together(error)
+        check_same_start(self.partitioned, _settings(config, costs), context.control)
+        around = partial(surroundings_of, self.partitioned, room_bytes=room_bytes)
+        backend = _backend(context.mesh, costs)
+        self._passes = split_passes(
+            self._limit,
+            joint_groups(context.mesh),
+            costs,
+            around,
+            _decompose_options(config, backend),
+            backend,
+            config.disabled_passes,
+        )
+        self._halves = dict.fromkeys(self.partitioned.graphs(), ())
+        self._run(self._passes[:1])
+
+    def _partition(self, keeps_gradients: bool) -> int:
+        """Passes over the joint graph and the partition; the bytes that it would take without some of them."""
+        context, config, sharded = self._context, self._context.config, self._sharded
+        policy = context.found.policy or context.checkpointing
+        partition = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients)
+        self._reports = run_passes(
+            sharded.graph_module,
+            sharded.name,
+            joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, partition.memory),
+            self._groups,
+            self._artifacts,
+            config.disabled_passes,
+            context.progress.advance,
+        )
+        self.partitioned = partition.partitioned(context.warn_once)
+        return partition.first_bytes
+
+    def _run(self, passes: Sequence[GraphPass]) -> None:
+        """Over both halves, the backward first: the forward may take as much memory as it does."""
+        for half, rewritten in reversed(self.partitioned.graphs().items()):
+            self._halves[half] += run_passes(
+                rewritten,
+                f"{self._sharded.name}.{half}",
+                passes,
+                self._groups,
+                self._artifacts,
+                self._context.config.disabled_passes,
+                self._context.progress.advance,
+            )
+
+
+def rewritten_step(
+    captured: CapturedGraph, plan: ShardingPlan, context: StageContext, costs: CostModel, artifacts: ArtifactWriter
+) -> RewrittenStep:
+    """The stages ``apply`` and ``passes``, with the partition; every rank calls it.
+
+    Raises:
+        PassError: ranks have different settings, or their graphs came out different.
+    """
+    rewriting = StepRewriting(captured.name, context, costs, artifacts)
+    rewriting.begin(captured, plan)
+    return rewriting.finish()
+
+
+def _keeps_gradients(name: str, context: StageContext) -> bool:
+    """All ranks reckon alike, though one of them may have a hook that looks at gradients."""
+    error: Exception | None = None
+    keeps = True
+    try:
+        keeps = context.keeps_gradients(name)
+    except Exception as caught:  # raised again below, once every rank knows
+        error = caught
+    context.control.raise_together(error)
+    return context.control.any([keeps])[0]
+
+
+def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:
+    """What passes depend on besides the graphs, as all ranks can compare it."""
+    return {
+        "disabled_passes": sorted(config.disabled_passes),
+        "bucket_mb": config.bucket_mb,
+        "decompose_matmuls": config.decompose_matmuls,
+        "loss_chunks": config.loss_chunks,
+        "hardware or ranks_per_node": costs.hardware,
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+
+
+def _backend(mesh: ParallelMesh, costs: CostModel) -> str:
+    """What process groups talk through, or would: a fake world is planned for what the hardware has."""
+    return costs.hardware.backend if mesh.backend == "fake" else mesh.backend
+
+
+def _decompose_options(config: EngineConfig, backend: str) -> DecomposeOptions:
+    spec = config.decompose_matmuls
+    return DecomposeOptions(when=spec.when, order=spec.order, depth=spec.depth, backend=backend)
+
+
+def _chunk_options(config: EngineConfig) -> ChunkOptions:
+    return ChunkOptions(chunks=None if config.loss_chunks == AUTO else int(config.loss_chunks))
+
+
+def _bucket_limit(config: EngineConfig, costs: CostModel) -> BucketLimit:
+    """Bytes that one launch may move: what the user allows, or the size at which latency is a twentieth of its time."""
+    if config.bucket_mb is not None:
+        most = int(config.bucket_mb * 1e6)
+        return lambda kind, group: most
+    return lambda kind, group: costs.saturating_bytes(kind, group, 0.95) if group in costs.groups else DEFAULT_BYTES
