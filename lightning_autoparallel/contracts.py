@@ -150,7 +150,7 @@ class ShardingPlan:
     ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
     ``found`` is the base and the rules that place parameters so, where no person wrote them, ``notes`` what is to be
     said of how. ``explain`` says of a pattern why, for a plan that was to be explained. By the solver's reckoning
-    ``stays_bytes`` are on a rank through a step, which takes ``solved_us``.
+    ``stays_bytes`` are on a rank through a step.
     """
 
     name: str
@@ -163,7 +163,6 @@ class ShardingPlan:
     notes: tuple[str, ...] = ()
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
-    solved_us: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,10 +251,14 @@ def tabulate_collectives(
     nodes: Iterable[fx.Node], axes_by_group: Mapping[str, str]
 ) -> dict[str, dict[str, CollectiveCount]]:
     """Launches and bytes of these collectives by kind and mesh axes."""
-    table: dict[str, dict[str, CollectiveCount]] = {}
+    sizes: dict[tuple[str, str], list[int]] = {}
     for node in nodes:
-        per_axes = table.setdefault(collective_kind(node) or "", {})
-        axes = axes_by_group.get(group_of(node), group_of(node))
-        one = CollectiveCount(count=1, size_bytes=collective_size_bytes(node))
-        per_axes[axes] = per_axes.get(axes, CollectiveCount()) + one
+        sizes.setdefault((collective_kind(node) or "", group_of(node)), []).append(collective_size_bytes(node))
+    table: dict[str, dict[str, CollectiveCount]] = {}
+    for (kind, group), found in sizes.items():
+        per_axes = table.setdefault(kind, {})
+        axes = axes_by_group.get(group, group)
+        per_axes[axes] = per_axes.get(axes, CollectiveCount()) + CollectiveCount(
+            count=len(found), size_bytes=sum(found)
+        )
     return table

@@ -2,13 +2,11 @@
 
 Each is begun: applied, partitioned, with the joint graph's passes behind it. What it takes at least is known then, and
 says well what it will take. So the plan that takes least at least goes through the other passes first, and another one
-goes no further if it would have to come twice as near to that as any before it to be faster. Nor does one that the
-solver thinks as good as one that has gone through, and no leaner.
+goes no further if it would have to come twice as near to that as any before it to be faster.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
 
 _NEARER = 0.5  # the part of what another plan's step takes above the least that passes may leave of this one's
-_AS_GOOD, _AS_LEAN = 1e-3, 1e-2  # of a solver's time and bytes: by as much may plans differ that are taken for one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +105,6 @@ class Contest:
         expected_us = one.least_us * (1 + max(nearest - 1, 0.0) * _NEARER)
         if expected_us > min(time for _, time in known) * alike_to_look_at(self._costs.hardware):
             return f"it takes at least {one.least_us / 1e3:.4g} ms a step"
-        if any(_is_no_better(one.answer, each.answer) for _, each in fitting):
-            return "the solver thinks no better of it than of one that was looked at"
         return None
 
     def _finished(self, one: _Begun) -> Contender:
@@ -137,9 +132,3 @@ class Contest:
 
     def _leave_out(self, reason: str) -> None:
         self.left_out.append(f"plan auto: another plan was left out: {reason}")
-
-
-def _is_no_better(one: Answer, other: Answer) -> bool:
-    """Whether a solver takes two plans for one, and the second for no larger."""
-    is_alike = not math.isinf(one.solved_us) and math.isclose(one.solved_us, other.solved_us, rel_tol=_AS_GOOD)
-    return is_alike and one.stays_bytes >= other.stays_bytes * (1 - _AS_LEAN)

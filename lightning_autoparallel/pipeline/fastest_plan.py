@@ -33,8 +33,7 @@ _AS_LEAN = 1.01  # as are bytes: of those the faster one
 class Answer:
     """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it.
 
-    By the solver's reckoning ``stays_bytes`` are on a rank through a step, which takes ``solved_us``; both are infinite
-    where no solver has looked at it.
+    ``stays_bytes`` are on a rank through a step, by the solver's reckoning; infinite where no solver has looked at it.
     """
 
     spec: PlanSpec
@@ -42,7 +41,6 @@ class Answer:
     notes: tuple[str, ...]
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
-    solved_us: float = math.inf
 
     def to_tell(self) -> Answer:
         """What other ranks are told."""

@@ -374,14 +374,7 @@ def _solved(
         unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
         notes = (*plan.notes, *told_of_staying(context.found.pins), *unknown)
         answers.append(
-            Answer(
-                spec=plan.found,
-                document=document,
-                notes=notes,
-                explain=plan.explain,
-                stays_bytes=plan.stays_bytes,
-                solved_us=plan.solved_us,
-            )
+            Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
         )
     return tuple(answers)
 

@@ -50,7 +50,6 @@ class FoundAxis:
     note: str
     search: Search
     stays_bytes: float
-    time_us: float
 
 
 def find_axis(
@@ -88,7 +87,6 @@ def find_axis(
             parameters=choices.lying(taken),
             note=note,
             stays_bytes=stays_bytes(all_choices, taken),
-            time_us=all_choices.time_us(taken),
             search=Search(
                 choices=choices,
                 problem=all_choices,

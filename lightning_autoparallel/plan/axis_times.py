@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,7 @@ class AxisTimes:
         self._cuts, self._group, self._hardware = cuts, group, hardware
         self._kinds = {node: _kind(node) for node in graph.nodes}
         self._traffic = graph_traffic(graph, self._kinds)
+        self._known: dict[Hashable, tuple[Candidate, float]] = {}  # with what an id in the key is of
 
     def of(self, node: fx.Node, candidate: Candidate) -> float:
         """Microseconds of a rank's part of a call.
@@ -53,8 +54,15 @@ class AxisTimes:
         """
         if node.op == "placeholder":
             return candidate.time_us
+        before = self._cuts(node)
+        key = id(candidate), before, self._traffic[node], self._kinds[node]  # equal calls have the same candidates
+        if key not in self._known:
+            self._known[key] = candidate, self._time_us(node, candidate, before)
+        return self._known[key][1]
+
+    def _time_us(self, node: fx.Node, candidate: Candidate, before: tuple[int, ...]) -> float:
         placements = (*candidate.outputs, *candidate.inputs)
-        before = self._cuts(node) or (1,) * len(placements)
+        before = before or (1,) * len(placements)
         own = [self.size if is_shard(placement) else 1 for placement in placements]
         parts = [mine * other for mine, other in zip(own, before, strict=True)]
         share = 1 / (max(own, default=1) * max(before, default=1))

@@ -29,16 +29,25 @@ class OtherAxes:
         """Whether a candidate on ``axis`` goes together with the choices of the others.
 
         An axis never cuts a dim that another one shards plainly, as the batch: it may share out what is inside of it.
+        Equal calls have the same candidates, so that each is asked of once for all blocks.
         """
+        known: dict[tuple[int, ...], tuple[tuple[Candidate, ...], bool]] = {}  # with what the ids are of
 
         def fits(node: fx.Node, candidate: Candidate) -> bool:
-            return all(
-                _compatible(placement, axis, taken, other, tensor)
-                for other, choices in self._solved
-                for placement, taken, tensor in _slots(node, candidate, choices[node])
-            )
+            together = (candidate, *(choices[node] for _, choices in self._solved))
+            key = tuple(map(id, together))
+            if key not in known:
+                known[key] = together, self._fit_together(node, axis, candidate)
+            return known[key][1]
 
         return fits
+
+    def _fit_together(self, node: fx.Node, axis: PlanAxis, candidate: Candidate) -> bool:
+        return all(
+            _compatible(placement, axis, taken, other, tensor)
+            for other, choices in self._solved
+            for placement, taken, tensor in _slots(node, candidate, choices[node])
+        )
 
     def cuts(self, node: fx.Node) -> tuple[int, ...]:
         """Into how many parts each output of a call, then each tensor argument is cut; empty without other axes."""

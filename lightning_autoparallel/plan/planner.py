@@ -200,7 +200,6 @@ def _plan(
         found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
         stays_bytes=math.inf if found is None else found.axis.stays_bytes,
-        solved_us=math.inf if found is None else found.axis.time_us,
         explain=partial(explain_found, found.explained) if found is not None and explains else None,
     )
 

@@ -22,8 +22,7 @@ def held(
 ) -> tuple[list[int], Contest, list[Contender]]:
     """Places of the plans that went through the passes in turn, the contest, and its contenders.
 
-    Of a plan ``least`` and ``time`` are milliseconds, ``needs`` bytes; ``solved`` and ``stays`` are the solver's. A
-    ``fails`` says where it raises.
+    Of a plan ``least`` and ``time`` are milliseconds, ``needs`` bytes; ``fails`` says where it raises.
     """
     turns: list[int] = []
 
@@ -49,16 +48,7 @@ def held(
     context: Any = SimpleNamespace(progress=StageProgress())
     costs: Any = SimpleNamespace(hardware=hardware_from(hardware))
     contest = Contest(None, context, costs, BUDGET)  # type: ignore[arg-type]
-    answers = [
-        Answer(
-            spec=PlanSpec(base="fsdp"),
-            document={},
-            notes=(),
-            solved_us=1e3 * plan.get("solved", 100.0 + place),
-            stays_bytes=plan.get("stays", 1.0),
-        )
-        for place, plan in enumerate(plans)
-    ]
+    answers = [Answer(spec=PlanSpec(base="fsdp"), document={}, notes=()) for _ in plans]
     contenders = contest.contenders(list(zip(answers, plans, strict=True)))  # type: ignore[arg-type]
     return turns, contest, contenders
 
@@ -99,28 +89,6 @@ def test_where_rates_are_measured_fewer_launches_may_decide(
     monkeypatch: pytest.MonkeyPatch, hardware: Any, turns: list[int]
 ) -> None:
     assert held(monkeypatch, [{"least": 100, "time": 100}, {"least": 101, "time": 101}], hardware)[0] == turns
-
-
-@pytest.mark.parametrize(
-    ("other", "turns"),
-    [
-        ({"solved": 100.05}, [0]),
-        ({"solved": 100.05, "stays": 0.5}, [0, 1]),  # it is leaner
-        ({"solved": 101.0}, [0, 1]),
-    ],
-)
-def test_of_plans_that_the_solver_takes_for_one_one_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], turns: list[int]
-) -> None:
-    plans = [{"least": 80, "time": 100, "solved": 100.0}, {"least": 81, "time": 100, **other}]
-    taken, contest, _ = held(monkeypatch, plans)
-    assert taken == turns
-    assert len(contest.left_out) == 2 - len(turns)
-
-
-def test_one_that_does_not_fit_stands_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [{"least": 80, "time": 100, "needs": 11.0}, {"least": 81, "time": 100, "solved": 100.0}]
-    assert held(monkeypatch, plans)[0] == [0, 1]
 
 
 @pytest.mark.parametrize("where", ["begin", "finish"])
