@@ -14,6 +14,8 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
     minimise  sum of times * x + sum of moves * m + sum of h
 
 Where one reader wants a value, m is e itself. With x integral, e and m are.
+
+What is left when x may be any share is mostly solved by whole ones, in a sixth of the time: it is asked first.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Reader, Sizes, Value
 
 GAP = 1e-3  # of the objective, to the bound that is proved
+_WHOLE = 1e-6  # as far from 0 or 1 may be what is taken for it, as HiGHS has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,26 +75,57 @@ def solve(
     }.items():
         highs.setOptionValue(name, value)
     highs.passModel(programme.model())
-    if start is not None:
-        highs.setSolution(programme.solution_of(start))
-    if most_rounds is not None:
-        highs.cbMipInterrupt.subscribe(_after(most_rounds))
+    bound_us = _relaxed(highs, problem)
+    values = np.asarray(highs.getSolution().col_value)
+    if bound_us is None or not programme.is_whole(values):
+        if start is not None:
+            highs.setSolution(programme.solution_of(start))
+        if most_rounds is not None:
+            highs.cbMipInterrupt.subscribe(_after(most_rounds))
+        highs.run()
+        _check_feasible(highs, problem)
+        values = np.asarray(highs.getSolution().col_value)
+        bound_us = highs.getInfo().mip_dual_bound
+    taken = programme.taken(values)
+    return Solution(
+        taken=taken,
+        time_us=problem.time_us(taken),
+        bound_us=bound_us,
+        seconds=highs.getRunTime(),  # of both
+        columns=len(programme.costs),
+        rows=len(programme.rows),
+    )
+
+
+def _relaxed(highs: highspy.Highs, problem: Problem) -> float | None:
+    """Solve for shares of alternatives: the objective, None where that has not ended in time.
+
+    Raises:
+        InfeasiblePlanError: not even shares go together.
+    """
+    # Presolving takes longer than the simplex method on what is there.
+    highs.setOptionValue("solve_relaxation", True)
+    highs.setOptionValue("presolve", "off")
     highs.run()
-    info = highs.getInfo()
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+    status = highs.getModelStatus()
+    highs.setOptionValue("solve_relaxation", False)
+    highs.setOptionValue("presolve", "choose")
+    if status == highspy.HighsModelStatus.kInfeasible:
+        _check_feasible(highs, problem)
+    return highs.getInfo().objective_function_value if status == highspy.HighsModelStatus.kOptimal else None
+
+
+def _check_feasible(highs: highspy.Highs, problem: Problem) -> None:
+    """Whether anything was found.
+
+    Raises:
+        InfeasiblePlanError: nothing was.
+    """
+    if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         raise InfeasiblePlanError(
             f"no plan was found for {len(problem.choices)} choices: HiGHS says "
             f"{highs.modelStatusToString(highs.getModelStatus())!r} after {highs.getRunTime():.1f} s"
         )
-    taken = programme.taken(np.asarray(highs.getSolution().col_value))
-    return Solution(
-        taken=taken,
-        time_us=problem.time_us(taken),
-        bound_us=info.mip_dual_bound if programme.has_integers else info.objective_function_value,
-        seconds=highs.getRunTime(),
-        columns=len(programme.costs),
-        rows=len(programme.rows),
-    )
 
 
 def _after(most_rounds: int) -> Callable[[highspy.HighsCallbackEvent], None]:
@@ -129,9 +163,10 @@ class _Programme:
             if not math.isinf(limit.most_bytes):
                 self._limit(limit)
 
-    @property
-    def has_integers(self) -> bool:
-        return any(self._whole)
+    def is_whole(self, values: np.ndarray) -> bool:
+        """Whether every choice takes one alternative, all of it."""
+        chosen = values[np.array(self._whole, dtype=bool)]
+        return bool(np.all(np.abs(chosen - np.round(chosen)) < _WHOLE))
 
     def _column(self, cost: float, whole: bool = False, upper: float = 1.0) -> int:
         self.costs.append(cost)
