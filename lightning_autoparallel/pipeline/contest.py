@@ -1,8 +1,8 @@
 """Which of several plans is fastest behind the passes, without taking all of them through all passes.
 
-Each is begun: applied, partitioned, with the joint graph's passes behind it. What it takes at least is known then, and
-says well what it will take. So the plan that takes least at least goes through the other passes first, and another one
-goes no further if it would have to come twice as near to that as any before it to be faster.
+Each is begun: applied and partitioned, with passes over the joint graph behind it. What it hardly takes less than is
+known then, and says well what it will take. So the plan of which that is least goes through the other passes first, and
+another one goes no further if it would have to come twice as near to it as any before to be faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEARER = 0.5  # the part of what another plan's step takes above the least that
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """A plan whose step is at the first passes; it takes at least ``least_us``, with the optimizer's."""
+    """A plan whose step is at the first passes; it takes hardly less than ``least_us``, with the optimizer's."""
 
     place: int  # among those of the solver, whose best is 0
     answer: Answer
@@ -104,7 +104,7 @@ class Contest:
         nearest = min(time / least_us if least_us else 1.0 for least_us, time in known)
         expected_us = one.least_us * (1 + max(nearest - 1, 0.0) * _NEARER)
         if expected_us > min(time for _, time in known) * alike_to_look_at(self._costs.hardware):
-            return f"it takes at least {one.least_us / 1e3:.4g} ms a step"
+            return f"it takes hardly less than {one.least_us / 1e3:.4g} ms a step"
         return None
 
     def _finished(self, one: _Begun) -> Contender:

@@ -39,6 +39,11 @@ class Partitioning:
         self.first_bytes = self.first_bytes or found.peak_bytes
         return found
 
+    @property
+    def last(self) -> PartitionedGraph | None:
+        """What was partitioned last."""
+        return None if self._last is None else self._last[1]
+
     def partitioned(self, warn: Callable[[str], None]) -> PartitionedGraph:
         """The graph as it is now, in two; ``warn`` is told where a policy finds nothing to recompute."""
         found = self._now()

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.config import AUTO, EngineConfig
@@ -41,9 +43,8 @@ class StepRewriting:
 
     partitioned: PartitionedGraph
     _sharded: ShardedGraph
-    _passes: tuple[GraphPass, ...]
-    _reports: tuple[PassReport, ...]
-    _halves: dict[str, tuple[PassReport, ...]]
+    _partitioning: Partitioning
+    _joint: tuple[GraphPass, ...]
 
     def __init__(self, name: str, context: StageContext, costs: CostModel, artifacts: ArtifactWriter) -> None:
         self._warnings: list[str] = []
@@ -53,9 +54,11 @@ class StepRewriting:
         self._costs, self._artifacts = costs, artifacts
         self._groups = AxesByGroup(context.mesh)
         self._limit = _bucket_limit(context.config, costs)
+        self._reports: list[PassReport] = []  # of the joint graph
+        self._halves: dict[str, tuple[PassReport, ...]] = {}
 
     def begin(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
-        """Apply the plan, run the passes over the joint graph, partition it, and say which group moves what.
+        """Apply the plan, run passes over the joint graph, partition it, and settle which group moves what.
 
         Raises:
             PassError: ranks have different settings, or their graphs came out different.
@@ -69,7 +72,9 @@ class StepRewriting:
             error = caught
         context.control.raise_together(error)
         with self._clock("passes"):
-            self._begin_passes()
+            keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, context)
+            self._prepare(keeps)
+            self._partition(self._joint[:-1])
 
     def least_us(self) -> float:
         """Microseconds that the graphs take at least, by rank 0's reckoning; to be asked between the two."""
@@ -77,9 +82,14 @@ class StepRewriting:
         return float(self._context.control.gather(own)[0])
 
     def finish(self) -> RewrittenStep:
-        """Run the other passes."""
+        """Run the other passes: the last one over the joint graph, which may have it partitioned anew, and the rest.
+
+        Raises:
+            PassError: ranks' graphs came out different.
+        """
         with self._clock("passes"):
-            self._run(self._passes[1:])
+            self._partition(self._joint[-1:])
+            self._run(self._split_passes()[1:])
         halves = [report for half in self.partitioned.graphs() for report in self._halves[half]]
         return RewrittenStep(
             partitioned=self.partitioned,
@@ -88,59 +98,44 @@ class StepRewriting:
             timings=self._timings,
         )
 
-    def _begin_passes(self) -> None:
-        context, config, costs = self._context, self._context.config, self._costs
-        keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, context)
+    def _prepare(self, keeps_gradients: bool) -> None:
+        context, config, sharded = self._context, self._context.config, self._sharded
+        policy = context.found.policy or context.checkpointing
+        self._partitioning = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients)
+        memory_of = self._partitioning.memory
+        self._joint = joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, memory_of)
+
+    def _partition(self, passes: Sequence[GraphPass]) -> None:
+        """Run passes over the joint graph, and the first pass over its parts where those are new."""
+        context = self._context
+        before = self._partitioning.last
         error: Exception | None = None
         try:
-            room_bytes = self._partition(keeps)
+            self._reports += self._run_over(self._sharded.graph_module, self._sharded.name, passes)
+            self.partitioned = self._partitioning.partitioned(context.warn_once)
         except Exception as caught:  # raised again below, once every rank knows
             error = caught
         context.control.raise_together(error)
-        check_same_start(self.partitioned, _settings(config, costs), context.control)
-        around = partial(surroundings_of, self.partitioned, room_bytes=room_bytes)
-        backend = _backend(context.mesh, costs)
-        self._passes = split_passes(
-            self._limit,
-            joint_groups(context.mesh),
-            costs,
-            around,
-            _decompose_options(config, backend),
-            backend,
-            config.disabled_passes,
-        )
-        self._halves = dict.fromkeys(self.partitioned.graphs(), ())
-        self._run(self._passes[:1])
+        if self._partitioning.last is not before:
+            check_same_start(self.partitioned, _settings(context.config, self._costs), context.control)
+            self._halves = dict.fromkeys(self.partitioned.graphs(), ())
+            self._run(self._split_passes()[:1])
 
-    def _partition(self, keeps_gradients: bool) -> int:
-        """Passes over the joint graph and the partition; the bytes that it would take without some of them."""
-        context, config, sharded = self._context, self._context.config, self._sharded
-        policy = context.found.policy or context.checkpointing
-        partition = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients)
-        self._reports = run_passes(
-            sharded.graph_module,
-            sharded.name,
-            joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, partition.memory),
-            self._groups,
-            self._artifacts,
-            config.disabled_passes,
-            context.progress.advance,
-        )
-        self.partitioned = partition.partitioned(context.warn_once)
-        return partition.first_bytes
+    def _split_passes(self) -> tuple[GraphPass, ...]:
+        config, mesh, costs = self._context.config, self._context.mesh, self._costs
+        around = partial(surroundings_of, self.partitioned, room_bytes=self._partitioning.first_bytes)
+        backend = _backend(mesh, costs)
+        options = _decompose_options(config, backend)
+        return split_passes(self._limit, joint_groups(mesh), costs, around, options, backend, config.disabled_passes)
 
     def _run(self, passes: Sequence[GraphPass]) -> None:
         """Over both halves, the backward first: the forward may take as much memory as it does."""
         for half, rewritten in reversed(self.partitioned.graphs().items()):
-            self._halves[half] += run_passes(
-                rewritten,
-                f"{self._sharded.name}.{half}",
-                passes,
-                self._groups,
-                self._artifacts,
-                self._context.config.disabled_passes,
-                self._context.progress.advance,
-            )
+            self._halves[half] += self._run_over(rewritten, f"{self._sharded.name}.{half}", passes)
+
+    def _run_over(self, graph_module: fx.GraphModule, name: str, passes: Sequence[GraphPass]) -> tuple[PassReport, ...]:
+        disabled, begins = self._context.config.disabled_passes, self._context.progress.advance
+        return run_passes(graph_module, name, passes, self._groups, self._artifacts, disabled, begins)
 
 
 def rewritten_step(
