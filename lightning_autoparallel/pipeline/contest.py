@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
 
 _NEARER = 0.5  # the part of what another plan's step takes above the least that passes may leave of this one's
+_MOST_ABOVE = 0.25  # what that is at most, as a share of the least: what is far above it moves what this one may hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Contest:
         for one in sorted(self._all_begun(candidates), key=lambda one: one.least_us):
             reason = self._reason_against(one)
             if reason is not None:
-                self._leave_out(reason)
+                self._leave_out(one.place, reason)
                 continue
             self._context.progress.advance(f"plan {one.place + 1} of {len(candidates)} through the passes")
             try:
@@ -67,7 +68,7 @@ class Contest:
             except Exception as error:  # on all ranks alike
                 if one.place == 0:
                     raise
-                self._leave_out(f"{type(error).__name__}: {error}")
+                self._leave_out(one.place, f"{type(error).__name__}: {error}")
         return [self._contenders[place] for place in sorted(self._contenders)]
 
     def _fits(self, contender: Contender) -> bool:
@@ -82,7 +83,7 @@ class Contest:
             except Exception as error:  # on all ranks alike
                 if place == 0:
                     raise
-                self._leave_out(f"{type(error).__name__}: {error}")
+                self._leave_out(place, f"{type(error).__name__}: {error}")
         return begun
 
     def _begun(self, place: int, answer: Answer, plan: ShardingPlan) -> _Begun:
@@ -102,7 +103,8 @@ class Contest:
         if not fitting or len(known) < len(fitting):
             return None
         nearest = min(time / least_us if least_us else 1.0 for least_us, time in known)
-        expected_us = one.least_us * (1 + max(nearest - 1, 0.0) * _NEARER)
+        above = min(max(nearest - 1, 0.0), _MOST_ABOVE)
+        expected_us = one.least_us * (1 + above * _NEARER)
         if expected_us > min(time for _, time in known) * alike_to_look_at(self._costs.hardware):
             return f"it takes hardly less than {one.least_us / 1e3:.4g} ms a step"
         return None
@@ -130,5 +132,6 @@ class Contest:
         # What is to be dumped is made once more, with its passes' graphs.
         return replace(first, step=step) if all(is_quiet for _, is_quiet in told) else first
 
-    def _leave_out(self, reason: str) -> None:
-        self.left_out.append(f"plan auto: another plan was left out: {reason}")
+    def _leave_out(self, place: int, reason: str) -> None:
+        which = "another plan" if place else "the solver's best"
+        self.left_out.append(f"plan auto: {which} was left out: {reason}")

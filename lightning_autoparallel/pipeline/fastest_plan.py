@@ -1,6 +1,6 @@
 """Of the plans that a solver thinks best, the one that is predicted to be fastest once passes have rewritten its step.
 
-Every rank takes every plan through the passes, since the one that is taken is compiled as they leave it; rank 0's
+Every rank takes the same plans through the passes, since the one that is taken is compiled as they leave it; rank 0's
 figures decide.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import (
@@ -19,9 +19,6 @@ from lightning_autoparallel.contracts import (
     PassReport,
 )
 from lightning_autoparallel.cost import HardwareSpec
-
-if TYPE_CHECKING:
-    pass
 
 # As fast: then the one of fewer launches, which predictions say least of, then the leaner. Measured rates are of one
 # machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
@@ -114,6 +111,6 @@ def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str,
     times = [each.forecast.time_us for each in contenders]
     texts = ", ".join("unknown" if time is None else f"{time / 1e3:.4g}" for time in times)
     return (
-        f"plan auto: {len(contenders)} plans were taken through the passes, the solver's best first: {texts} ms a step "
+        f"plan auto: {len(contenders)} plans were taken through the passes, in the solver's order: {texts} ms a step "
         f"with the optimizer; taken is that of {taken.forecast.time_us / 1e3:.4g} ms",
     )

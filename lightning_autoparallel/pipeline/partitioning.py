@@ -16,20 +16,21 @@ from lightning_autoparallel.cost.memory import StepMemory, predict_step_memory
 class Partitioning:
     """Partitions one graph; what was partitioned last is not partitioned again while its calls are the same.
 
-    ``first_bytes`` are those of the peak that was asked for first, 0 where none was. It ``keeps_gradients`` as
-    ``PartitionedGraph`` does.
+    What is partitioned is rewritten by ``behind`` at once, if that is given. ``first_bytes`` are those of the peak that
+    was asked for first, 0 where none was. It ``keeps_gradients`` as ``PartitionedGraph`` does.
     """
 
     sharded: ShardedGraph
     reshard_after_forward: bool
     policy: str | CheckpointFunction
     keeps_gradients: bool
+    behind: Callable[[PartitionedGraph], None] | None = None
     first_bytes: int = 0
     _warnings: list[str] = field(default_factory=list)
     _last: tuple[tuple[fx.Node, ...], PartitionedGraph] | None = None
 
     def memory(self, graph: fx.Graph) -> StepMemory:
-        """Predicted memory of the step, its calls as they stand.
+        """Predicted memory of the step, its calls in the order in which ``behind`` leaves them.
 
         Raises:
             UnsupportedOpError: a node has no recorded value.
@@ -56,5 +57,8 @@ class Partitioning:
         if self._last is None or self._last[0] != calls:
             self._warnings.clear()
             made = partition_graph(self.sharded, self.reshard_after_forward, self.policy, self._warnings.append)
-            self._last = calls, replace(made, keeps_gradients=self.keeps_gradients)
+            found = replace(made, keeps_gradients=self.keeps_gradients)
+            if self.behind is not None:
+                self.behind(found)
+            self._last = calls, found
         return self._last[1]

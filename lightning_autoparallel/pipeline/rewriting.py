@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import fx
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
 
 
+_Result = TypeVar("_Result")
+
+
 class StepRewriting:
     """Takes one planned step to its final graphs: ``begin``, then ``finish``; every rank calls them alike."""
 
@@ -45,6 +48,7 @@ class StepRewriting:
     _sharded: ShardedGraph
     _partitioning: Partitioning
     _joint: tuple[GraphPass, ...]
+    _ahead: tuple[GraphPass, ...]
 
     def __init__(self, name: str, context: StageContext, costs: CostModel, artifacts: ArtifactWriter) -> None:
         self._warnings: list[str] = []
@@ -63,33 +67,32 @@ class StepRewriting:
         Raises:
             PassError: ranks have different settings, or their graphs came out different.
         """
-        context = self._context
-        error: Exception | None = None
-        try:
-            with self._clock("apply"):
-                self._sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
-        except Exception as caught:  # raised again below, once every rank knows
-            error = caught
-        context.control.raise_together(error)
+        with self._clock("apply"):
+            self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
         with self._clock("passes"):
-            keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, context)
+            keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, self._context)
             self._prepare(keeps)
-            self._partition(self._joint[:-1])
+            # The last one may have it partitioned anew.
+            self._ahead = self._joint[:-1] if self._sharded.has_backward else self._joint
+            self._partition(self._ahead)
+            if not self._sharded.has_backward:
+                self._together(lambda: self._run_first(self.partitioned))
 
     def least_us(self) -> float:
-        """Microseconds that the graphs take at least, by rank 0's reckoning; to be asked between the two."""
-        own = least_time_us(self.partitioned, self._costs, self._limit)
+        """Microseconds that the graphs hardly take less than, as rank 0 finds; to be asked between the two."""
+        own = self._together(lambda: least_time_us(self.partitioned, self._costs, self._limit))
         return float(self._context.control.gather(own)[0])
 
     def finish(self) -> RewrittenStep:
-        """Run the other passes: the last one over the joint graph, which may have it partitioned anew, and the rest.
+        """Run the other passes.
 
         Raises:
             PassError: ranks' graphs came out different.
         """
         with self._clock("passes"):
-            self._partition(self._joint[-1:])
-            self._run(self._split_passes()[1:])
+            if self._sharded.has_backward:
+                self._partition(self._joint[len(self._ahead) :])
+            self._together(lambda: self._run_behind(self._split_passes(self.partitioned)[1:], self.partitioned))
         halves = [report for half in self.partitioned.graphs() for report in self._halves[half]]
         return RewrittenStep(
             partitioned=self.partitioned,
@@ -98,39 +101,54 @@ class StepRewriting:
             timings=self._timings,
         )
 
+    def _together(self, work: Callable[[], _Result]) -> _Result:
+        """What ``work`` returns, where no rank fails at it: else all raise."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:  # raised again below, once every rank knows
+            error = caught
+        self._context.control.raise_together(error)
+        return result
+
     def _prepare(self, keeps_gradients: bool) -> None:
         context, config, sharded = self._context, self._context.config, self._sharded
         policy = context.found.policy or context.checkpointing
-        self._partitioning = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients)
+        # Without a backward what is partitioned is the joint graph itself, which passes are at work on.
+        behind = self._run_first if sharded.has_backward else None
+        self._partitioning = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients, behind)
         memory_of = self._partitioning.memory
         self._joint = joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, memory_of)
+        assert self._joint[-1].name == "chunk_loss_head", "only this one asks for partitions"
 
     def _partition(self, passes: Sequence[GraphPass]) -> None:
-        """Run passes over the joint graph, and the first pass over its parts where those are new."""
-        context = self._context
+        """Run passes over the joint graph, and have it in parts."""
         before = self._partitioning.last
-        error: Exception | None = None
-        try:
-            self._reports += self._run_over(self._sharded.graph_module, self._sharded.name, passes)
-            self.partitioned = self._partitioning.partitioned(context.warn_once)
-        except Exception as caught:  # raised again below, once every rank knows
-            error = caught
-        context.control.raise_together(error)
+        self.partitioned = self._together(lambda: self._partitioned_behind(passes))
         if self._partitioning.last is not before:
-            check_same_start(self.partitioned, _settings(context.config, self._costs), context.control)
-            self._halves = dict.fromkeys(self.partitioned.graphs(), ())
-            self._run(self._split_passes()[:1])
+            check_same_start(self.partitioned, _settings(self._context.config, self._costs), self._context.control)
 
-    def _split_passes(self) -> tuple[GraphPass, ...]:
+    def _partitioned_behind(self, passes: Sequence[GraphPass]) -> PartitionedGraph:
+        self._reports += self._run_over(self._sharded.graph_module, self._sharded.name, passes)
+        return self._partitioning.partitioned(self._context.warn_once)
+
+    def _run_first(self, partitioned: PartitionedGraph) -> None:
+        """The pass after which it is settled which group moves what."""
+        first = self._split_passes(partitioned)[:1]
+        assert first[0].name == "fuse_chained_all_gathers", "no other one moves bytes from one group to another"
+        self._halves = dict.fromkeys(partitioned.graphs(), ())
+        self._run_behind(first, partitioned)
+
+    def _split_passes(self, partitioned: PartitionedGraph) -> tuple[GraphPass, ...]:
         config, mesh, costs = self._context.config, self._context.mesh, self._costs
-        around = partial(surroundings_of, self.partitioned, room_bytes=self._partitioning.first_bytes)
+        around = partial(surroundings_of, partitioned, room_bytes=self._partitioning.first_bytes)
         backend = _backend(mesh, costs)
         options = _decompose_options(config, backend)
         return split_passes(self._limit, joint_groups(mesh), costs, around, options, backend, config.disabled_passes)
 
-    def _run(self, passes: Sequence[GraphPass]) -> None:
+    def _run_behind(self, passes: Sequence[GraphPass], partitioned: PartitionedGraph) -> None:
         """Over both halves, the backward first: the forward may take as much memory as it does."""
-        for half, rewritten in reversed(self.partitioned.graphs().items()):
+        for half, rewritten in reversed(partitioned.graphs().items()):
             self._halves[half] += self._run_over(rewritten, f"{self._sharded.name}.{half}", passes)
 
     def _run_over(self, graph_module: fx.GraphModule, name: str, passes: Sequence[GraphPass]) -> tuple[PassReport, ...]:

@@ -64,8 +64,8 @@ def find_axis(
 ) -> tuple[FoundAxis, ...]:
     """The best of all combinations on one axis, or of all ways to keep parameters where what calls do is ``fixed``.
 
-    Of combinations that are as fast it is the one that takes least memory. ``with_others`` it is followed by the
-    fastest, if that is another one, and unlike ones that are nearly as good.
+    Of combinations that are as fast it is the one that takes least memory. ``with_others`` it is followed by unlike
+    ones that are nearly as good, the fastest among them.
 
     Raises:
         InfeasiblePlanError: none goes together, or none leaves what stays on a rank, with what is ``saved`` for the

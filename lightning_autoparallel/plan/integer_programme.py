@@ -78,6 +78,7 @@ def solve(
     bound_us = _relaxed(highs, problem)
     values = np.asarray(highs.getSolution().col_value)
     if bound_us is None or not programme.is_whole(values):
+        highs.clearSolver()  # shares are no solution to begin with: trying them takes rounds
         if start is not None:
             highs.setSolution(programme.solution_of(start))
         if most_rounds is not None:

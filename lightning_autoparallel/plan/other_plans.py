@@ -37,8 +37,9 @@ def other_plans(
 ) -> list[tuple[int, ...]]:
     """The alternative of every choice in other plans, the best first: ``MOST`` of them, fewer of a large graph.
 
-    ``fastest`` by the objective is among them, where ``best`` is a leaner one that is hardly slower by it. Where that
-    does not fit, nor anything else, others may take hardly more: what a rank needs is known behind the passes.
+    ``fastest`` by the objective is among them, where ``best`` is a leaner one that is slower by more than what plans
+    may differ by that are taken for one. Where the best does not fit, nor anything else, others may take hardly more:
+    what a rank needs is known behind the passes.
     """
     most_us = problem.time_us(best) * _WITHIN
     seen = {_decided(choices, best)}
@@ -60,7 +61,7 @@ def _unlike(best: _Figures, found: Sequence[tuple[_Figures, tuple[int, ...]]]) -
     for figures, taken in sorted(found):
         if not any(_is_no_better(figures, other) for other in known):
             unlike.append(taken)
-        known.append(figures)
+            known.append(figures)
     return unlike
 
 

@@ -56,7 +56,7 @@ def test_measured_rates_tell_less_apart() -> None:
 def test_a_choice_is_told_with_its_times() -> None:
     several = [contender(100e3, 8.0), contender(90e3, 9.0)]
     (note,) = choice_note(several, several[1])
-    assert "2 plans were taken through the passes, the solver's best first: 100, 90 ms" in note
+    assert "2 plans were taken through the passes, in the solver's order: 100, 90 ms" in note
     assert note.endswith("taken is that of 90 ms")
     assert choice_note(several[:1], several[0]) == ()
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.plan import integer_programme
 from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
 from tests.support.cost_tables import added, best_of_all, tables
@@ -178,3 +179,22 @@ def test_few_rounds_end_at_a_plan_that_fits_and_is_the_same_each_time() -> None:
     assert found[0].taken == found[1].taken
     assert found[2].time_us < found[0].time_us
     assert found[2].time_us - found[2].bound_us <= 1e-5 * found[2].time_us < found[0].time_us - found[0].bound_us
+
+
+def crowded(seed: int) -> Problem:
+    """Three limits, which the fastest alternatives pass by far."""
+    dice = random.Random(seed)
+    choices = tuple(Choice(name=f"c{k}", times_us=tuple(dice.uniform(0, 9) for _ in range(3))) for k in range(150))
+    sizes = [{k: tuple(dice.uniform(0, 9) for _ in range(3)) for k in range(150)} for _ in range(3)]
+    limits = tuple(Limit(name=f"l{k}", sizes_bytes=one, most_bytes=500.0) for k, one in enumerate(sizes))
+    return Problem(choices=choices, values=(), limits=limits)
+
+
+def test_shares_that_are_not_whole_take_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programme is then solved as if shares had not been asked for."""
+    found = [solve(crowded(seed), most_rounds=12) for seed in range(4)]
+    monkeypatch.setattr(integer_programme, "_relaxed", lambda highs, problem: None)
+    for seed, one in enumerate(found):
+        alone = solve(crowded(seed), most_rounds=12)
+        assert 0 < one.bound_us <= one.time_us
+        assert (alone.taken, alone.bound_us) == (one.taken, one.bound_us)
