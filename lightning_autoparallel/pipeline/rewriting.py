@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 
 class StepRewriting:
-    """Takes one planned step to its final graphs: ``begin``, then ``finish``; every rank calls them alike."""
+    """Takes a planned step to its final graphs: ``begin``, then ``finish``, or ``run``; every rank calls them alike."""
 
     partitioned: PartitionedGraph
     _sharded: ShardedGraph
@@ -67,16 +67,9 @@ class StepRewriting:
         Raises:
             PassError: ranks have different settings, or their graphs came out different.
         """
-        with self._clock("apply"):
-            self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
+        self._apply(captured, plan)
         with self._clock("passes"):
-            keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, self._context)
-            self._prepare(keeps)
-            # The last one may have it partitioned anew.
-            self._ahead = self._joint[:-1] if self._sharded.has_backward else self._joint
-            self._partition(self._ahead)
-            if not self._sharded.has_backward:
-                self._together(lambda: self._run_first(self.partitioned))
+            self._begin_passes()
 
     def least_us(self) -> float:
         """Microseconds that the graphs hardly take less than, as rank 0 finds; to be asked between the two."""
@@ -90,9 +83,40 @@ class StepRewriting:
             PassError: ranks' graphs came out different.
         """
         with self._clock("passes"):
-            if self._sharded.has_backward:
-                self._partition(self._joint[len(self._ahead) :])
-            self._together(lambda: self._run_behind(self._split_passes(self.partitioned)[1:], self.partitioned))
+            self._finish_passes()
+        return self._rewritten()
+
+    def run(self, captured: CapturedGraph, plan: ShardingPlan) -> RewrittenStep:
+        """Both, where nothing is asked between them: its passes are one stage of what is shown.
+
+        Raises:
+            PassError: ranks have different settings, or their graphs came out different.
+        """
+        self._apply(captured, plan)
+        with self._clock("passes"):
+            self._begin_passes()
+            self._finish_passes()
+        return self._rewritten()
+
+    def _apply(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
+        with self._clock("apply"):
+            self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
+
+    def _begin_passes(self) -> None:
+        keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, self._context)
+        self._prepare(keeps)
+        # The last one may have it partitioned anew.
+        self._ahead = self._joint[:-1] if self._sharded.has_backward else self._joint
+        self._partition(self._ahead)
+        if not self._sharded.has_backward:
+            self._together(lambda: self._run_first(self.partitioned))
+
+    def _finish_passes(self) -> None:
+        if self._sharded.has_backward:
+            self._partition(self._joint[len(self._ahead) :])
+        self._together(lambda: self._run_behind(self._split_passes(self.partitioned)[1:], self.partitioned))
+
+    def _rewritten(self) -> RewrittenStep:
         halves = [report for half in self.partitioned.graphs() for report in self._halves[half]]
         return RewrittenStep(
             partitioned=self.partitioned,
@@ -164,9 +188,7 @@ def rewritten_step(
     Raises:
         PassError: ranks have different settings, or their graphs came out different.
     """
-    rewriting = StepRewriting(captured.name, context, costs, artifacts)
-    rewriting.begin(captured, plan)
-    return rewriting.finish()
+    return StepRewriting(captured.name, context, costs, artifacts).run(captured, plan)
 
 
 def _keeps_gradients(name: str, context: StageContext) -> bool:

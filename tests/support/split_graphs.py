@@ -83,10 +83,10 @@ class SplitStep:
 
 def with_split_step(arguments: Sequence[str], look: Callable[[SplitStep], None]) -> None:
     """Call ``look`` inside of the fake world of ``plan`` with these arguments; what ``plan`` prints is left out."""
-    finish, stdout = rewriting.StepRewriting.finish, sys.stdout
+    made, stdout = rewriting.StepRewriting._rewritten, sys.stdout
 
     def looked_at(self):
-        step = finish(self)
+        step = made(self)
         with contextlib.redirect_stdout(stdout):
             look(SplitStep(partitioned=step.partitioned, context=self._context, costs=self._costs))
         return step
@@ -94,7 +94,7 @@ def with_split_step(arguments: Sequence[str], look: Callable[[SplitStep], None])
     unchanged = ["--strategy.disabled_passes", json.dumps(SPLIT_PASSES)]
     with (
         contextlib.redirect_stdout(io.StringIO()) as hidden,
-        mock.patch.object(rewriting.StepRewriting, "finish", looked_at),
+        mock.patch.object(rewriting.StepRewriting, "_rewritten", looked_at),
         mock.patch.object(sys, "argv", sys.argv[:1]),  # Lightning warns of arguments that are not its own
     ):
         assert main(["plan", *arguments, *unchanged]) == 0, hidden.getvalue()
