@@ -48,8 +48,7 @@ class Contest:
     def __init__(self, captured: CapturedGraph, context: StageContext, costs: CostModel, budget_bytes: float) -> None:
         self.left_out: list[str] = []
         self._captured, self._context, self._costs, self._budget_bytes = captured, context, costs, budget_bytes
-        self._contenders: dict[int, Contender] = {}  # by their place
-        self._least_us: dict[int, float] = {}
+        self._through: dict[int, tuple[float, Contender]] = {}  # by their place, with what they hardly take less than
 
     def contenders(self, candidates: Sequence[tuple[Answer, ShardingPlan]]) -> list[Contender]:
         """Those that went through all passes, in their order; the first of ``candidates`` is the solver's best.
@@ -64,12 +63,12 @@ class Contest:
                 continue
             self._context.progress.advance(f"plan {one.place + 1} of {len(candidates)} through the passes")
             try:
-                self._contenders[one.place] = self._finished(one)
+                self._through[one.place] = one.least_us, self._finished(one)
             except Exception as error:  # on all ranks alike
                 if one.place == 0:
                     raise
                 self._leave_out(one.place, f"{type(error).__name__}: {error}")
-        return [self._contenders[place] for place in sorted(self._contenders)]
+        return [self._through[place][1] for place in sorted(self._through)]
 
     def _fits(self, contender: Contender) -> bool:
         return contender.needed_bytes <= self._budget_bytes
@@ -93,12 +92,11 @@ class Contest:
             rewriting.begin(self._captured, plan)
             least_us = rewriting.least_us()
         least_us += step_update_us(self._captured, plan, self._costs, self._context.found.state)
-        self._least_us[place] = least_us
         return _Begun(place=place, answer=answer, plan=plan, rewriting=rewriting, least_us=least_us)
 
     def _reason_against(self, one: _Begun) -> str | None:
         """Why a plan need not go further; None where it may be the fastest of those that fit."""
-        fitting = [(self._least_us[place], each) for place, each in self._contenders.items() if self._fits(each)]
+        fitting = [(least_us, each) for least_us, each in self._through.values() if self._fits(each)]
         known = [(least_us, time) for least_us, each in fitting if (time := each.forecast.time_us) is not None]
         if not fitting or len(known) < len(fitting):
             return None

@@ -103,8 +103,7 @@ class StepRewriting:
             self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
 
     def _begin_passes(self) -> None:
-        keeps = self._sharded.has_backward and _keeps_gradients(self._sharded.name, self._context)
-        self._prepare(keeps)
+        self._prepare(self._sharded.has_backward and self._keeps_gradients())
         # The last one may have it partitioned anew.
         self._ahead = self._joint[:-1] if self._sharded.has_backward else self._joint
         self._partition(self._ahead)
@@ -134,6 +133,11 @@ class StepRewriting:
             error = caught
         self._context.control.raise_together(error)
         return result
+
+    def _keeps_gradients(self) -> bool:
+        """All ranks reckon alike, though one of them may have a hook that looks at gradients."""
+        keeps = self._together(lambda: self._context.keeps_gradients(self._sharded.name))
+        return self._context.control.any([keeps])[0]
 
     def _prepare(self, keeps_gradients: bool) -> None:
         context, config, sharded = self._context, self._context.config, self._sharded
@@ -178,29 +182,6 @@ class StepRewriting:
     def _run_over(self, graph_module: fx.GraphModule, name: str, passes: Sequence[GraphPass]) -> tuple[PassReport, ...]:
         disabled, begins = self._context.config.disabled_passes, self._context.progress.advance
         return run_passes(graph_module, name, passes, self._groups, self._artifacts, disabled, begins)
-
-
-def rewritten_step(
-    captured: CapturedGraph, plan: ShardingPlan, context: StageContext, costs: CostModel, artifacts: ArtifactWriter
-) -> RewrittenStep:
-    """The stages ``apply`` and ``passes``, with the partition; every rank calls it.
-
-    Raises:
-        PassError: ranks have different settings, or their graphs came out different.
-    """
-    return StepRewriting(captured.name, context, costs, artifacts).run(captured, plan)
-
-
-def _keeps_gradients(name: str, context: StageContext) -> bool:
-    """All ranks reckon alike, though one of them may have a hook that looks at gradients."""
-    error: Exception | None = None
-    keeps = True
-    try:
-        keeps = context.keeps_gradients(name)
-    except Exception as caught:  # raised again below, once every rank knows
-        error = caught
-    context.control.raise_together(error)
-    return context.control.any([keeps])[0]
 
 
 def _settings(config: EngineConfig, costs: CostModel) -> dict[str, object]:

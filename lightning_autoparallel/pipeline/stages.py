@@ -31,7 +31,7 @@ from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.progress import StageClock, StageProgress, stage_clock
-from lightning_autoparallel.pipeline.rewriting import rewritten_step
+from lightning_autoparallel.pipeline.rewriting import StepRewriting
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_order
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
@@ -125,7 +125,7 @@ def finish_step(
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     costs = cost_model(context.config, context.mesh, context.control, context.warn_once)
     if rewritten is None:
-        rewritten = rewritten_step(captured, plan, context, costs, artifacts)
+        rewritten = StepRewriting(captured.name, context, costs, artifacts).run(captured, plan)
     timings.update(rewritten.timings)
     partitioned, passes = rewritten.partitioned, rewritten.passes
     for message in rewritten.warnings:

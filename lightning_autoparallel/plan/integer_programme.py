@@ -15,7 +15,7 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
 
 Where one reader wants a value, m is e itself. With x integral, e and m are.
 
-What is left when x may be any share is mostly solved by whole ones, in a sixth of the time: it is asked first.
+What is left when x may be any share is mostly solved by whole ones, and in less time: it is asked first.
 """
 
 from __future__ import annotations

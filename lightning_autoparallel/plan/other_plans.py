@@ -4,7 +4,7 @@ The objective knows nothing of buckets, fused kernels or an order of launches. S
 parameters lying alike, in each way that there is, with none of them computed in parts, and with nothing hidden
 beside moves, or at all. What takes more than ``_WITHIN`` of the best, or was found before, is dropped. Passes take time
 that grows with the graph: of large ones fewer are looked at. Nor are those that are as fast as one before, and no
-leaner: behind the passes they are as fast to one percent, which is less than what predictions are good to.
+leaner: behind the passes they differ by less than what predictions are good to.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ def held(
         if plan.get("fails") == "begin":
             raise RuntimeError("no")
         least_us = plan["least"] * 1e3
-        self._least_us[place] = least_us
         return _Begun(place=place, answer=answer, plan=plan, rewriting=None, least_us=least_us)  # type: ignore[arg-type]
 
     def finished(self: Contest, one: _Begun) -> Contender:
