@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost.placement import PlacementRates, local_size_bytes, operator_time_us
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.plan import einsum_rule, views, vocabulary_rules
+from lightning_autoparallel.plan import attention_rules, einsum_rule, views, vocabulary_rules
 from lightning_autoparallel.plan.rules import RULES, STRIDED_ALREADY, OpCall, Row, same, with_strides
 from lightning_autoparallel.torch_compat.sharding import StridedShard, has_rule, is_plain, rule_rows, split_factor_of
 from lightning_autoparallel.torch_compat.tracing import unset_fake_temporarily
 
-_RULE_FILES = (einsum_rule, views, vocabulary_rules)  # importing them registers their rules
+_RULE_FILES = (attention_rules, einsum_rule, views, vocabulary_rules)  # importing them registers their rules
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,30 +142,6 @@ def convolution_backward_rule(call: OpCall) -> list[Row]:
     return [(outputs, (S(0), S(0), R))]
 
 
-def _attention_mask(mask: Tensor | None, dim: int) -> tuple[Placement, ...]:
-    if mask is None:
-        return ()
-    # A mask of fewer dims, or of size 1 there, is shared by all batches or heads.
-    return (S(dim) if mask.dim() == 4 and mask.shape[dim] != 1 else R,)
-
-
-@rule(
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
-def cpu_flash_attention_rule(call: OpCall) -> list[Row]:
-    """(B, H, T, D) tensors by batch or by heads; DTensor knows the CUDA kernels only."""
-    mask = call.kwargs.get("attn_mask")
-    positional = len(call.inputs) - (mask is not None)
-    return [
-        (
-            tuple(S(dim) if out is not None else None for out in call.outputs),
-            (*((S(dim),) * positional), *_attention_mask(mask, dim)),
-        )
-        for dim in (0, 1)
-    ]
-
-
 _SPATIAL_DIMS = {
     aten.reflection_pad1d.default: 1,
     aten.max_pool3d_with_indices.default: 3,

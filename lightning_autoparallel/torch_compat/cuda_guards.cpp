@@ -59,10 +59,13 @@ struct Hooks final : at::CUDAHooksInterface {
 // that takes the call. The checks are those that torch's headers share among devices; what only CUDA's kernels ask for is
 // from torch's documentation of scaled_dot_product_attention and from what its kernels refuse: flash takes half precision,
 // heads of one size up to 256, no mask, and causal attention of as many queries as keys; the efficient kernel float32 too
-// and masks, heads of a multiple of 16 bytes, and no grouped ones. cuDNN's kernel is not asked for.
+// and masks, heads of a multiple of 16 bytes, and no grouped ones. cuDNN's takes half precision, masks and grouped heads,
+// heads of a multiple of 8 up to 256, of one size or not, more than one key, where results need not be deterministic.
 using sdp::sdp_params;
 using sdp::SDPBackend;
 constexpr int64_t kLargestFlashHead = 256;
+constexpr int64_t kLargestCudnnHead = 256;
+constexpr int64_t kCudnnHeadStep = 8;
 constexpr int64_t kAlignedBytes = 16;
 
 bool has_dense_rows(const sdp_params& params) {
@@ -92,8 +95,25 @@ bool takes_efficient(const sdp_params& params) {
       value_head > 0 && head % step == 0 && value_head % step == 0;
 }
 
+bool takes_cudnn(const sdp_params& params) {
+  constexpr std::array<at::ScalarType, 2> kinds{at::kHalf, at::kBFloat16};
+  const auto& context = at::globalContext();
+  const bool may_vary = !context.deterministicAlgorithms() || context.deterministicAlgorithmsWarnOnly();
+  const auto takes_head = [](const c10::SymInt& head) {
+    return head % kCudnnHeadStep == 0 && head <= kLargestCudnnHead;
+  };
+  const bool draws_for_one = params.dropout > 0.0 && params.query.sym_size(-2) == 1;
+  return context.userEnabledCuDNNSDP() && may_vary && has_dense_rows(params) &&
+      sdp::check_attn_mask_shape(params, false) && sdp::check_last_dim_stride_equals_1_dense<true>(params, false) &&
+      sdp::check_batch_size_and_num_heads_dense<true, false>(params, false) &&
+      sdp::check_tensor_dtype(params, kinds, false) && takes_head(params.query.sym_size(-1)) &&
+      takes_head(params.value.sym_size(-1)) && params.key.sym_size(-2) != 1 && !draws_for_one;
+}
+
 bool takes(SDPBackend kernel, const sdp_params& params) {
   switch (kernel) {
+    case SDPBackend::cudnn_attention:
+      return takes_cudnn(params);
     case SDPBackend::flash_attention:
       return takes_flash(params);
     case SDPBackend::efficient_attention:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
+from torch.nn.attention import SDPBackend
 
 from lightning_autoparallel.errors import ConfigError
 
@@ -34,6 +35,8 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _MARK = "lightning_autoparallel_cuda_guards"
 _BEFORE = "LIGHTNING_AUTOPARALLEL_LD_PRELOAD"  # in a process that was started with the library: what was loaded without
 _STATE_BYTES = 16  # of a CUDA generator: its seed and its offset
+_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # on which torch asks cuDNN's attention first, with a cuDNN since 9.15.1
+_NOT_FIRST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # torch's own variable: not there either
 
 
 @functools.cache
@@ -91,7 +94,22 @@ def seeming_cuda(name: str, capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", avoided))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _stay))
+        stack.enter_context(_attention_order(capability))
         yield
+
+
+@contextlib.contextmanager
+def _attention_order(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, attention's kernels are tried in the order that torch has for such a GPU, or that its user has set."""
+    before = torch._C._get_sdp_priority_order()
+    kernels = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    is_first = capability in _CUDNN_FIRST and os.environ.get(_NOT_FIRST) != "1"
+    if is_first and before[0] == SDPBackend.FLASH_ATTENTION.value:  # as torch starts: nobody has set another
+        torch._C._set_sdp_priority_order([kernel.value for kernel in kernels])
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 def call_on_host(

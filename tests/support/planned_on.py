@@ -32,7 +32,15 @@ from tests.numerics.models import MODELS, make_batches
 
 MESHES: tuple[tuple[dict[str, int], str], ...] = (({"dp_shard": 4}, "fsdp"), ({"dp_shard": 2, "tp": 2}, "auto"))
 ROWS, LENGTH, WIDTH, HEADS = 4, 64, 256, 8
-HALF = ("llama3", "hf_llama", "hf_gpt2", "dropping 0.0", "dropping 0.1", "asking")  # which compute in bfloat16
+HALF = (
+    "llama3",
+    "hf_llama",
+    "hf_gpt2",
+    "dropping 0.0",
+    "dropping 0.1",
+    "masking",
+    "asking",
+)  # which compute in bfloat16
 
 
 class Dropping(LightningModule):
@@ -46,8 +54,22 @@ class Dropping(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         rows, length, _ = batch.shape
         heads = self.inward(batch).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(0), dropout_p=self.rate)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(0), attn_mask=self.mask(batch), dropout_p=self.rate)
         return F.dropout(self.outward(mixed.transpose(1, 2).flatten(2)), self.rate).square().mean()
+
+    def mask(self, batch: Tensor) -> Tensor | None:
+        """Who attends to whom, for all rows and heads."""
+        return None
+
+
+class Masking(Dropping):
+    """Its rows and heads share a mask."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def mask(self, batch: Tensor) -> Tensor:
+        return torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=batch.device).tril(LENGTH // 2)
 
 
 class Asking(Dropping):
@@ -80,6 +102,8 @@ class Asking(Dropping):
 def _model_and_batch(name: str) -> tuple[LightningModule, Any]:
     if name.startswith("dropping"):
         return Dropping(float(name.partition(" ")[2])), torch.zeros(ROWS, LENGTH, WIDTH)
+    if name == "masking":
+        return Masking(), torch.zeros(ROWS, LENGTH, WIDTH)
     if name == "asking":
         return Asking(), torch.zeros(ROWS, LENGTH, WIDTH)
     return MODELS[name][0](), make_batches(name, 1, ROWS)[0]

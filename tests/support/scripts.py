@@ -34,7 +34,8 @@ def started(*commands: list[str], **variables: str) -> list[Ended]:
     Each command is a node: its number is in NODE_RANK.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()), **variables)
+    found = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment.update(PYTHONPATH=found, OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()), **variables)
     processes = [
         subprocess.Popen(
             command,
