@@ -127,11 +127,12 @@ def is_random(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is fused attention, forward or backward."""
-    return _is_attention_target(node.target)
+    return is_attention_target(node.target)
 
 
 @cache  # spelling an operator out takes longer than anything else that is asked of every node
-def _is_attention_target(target: Any) -> bool:
+def is_attention_target(target: Any) -> bool:
+    """Whether the operator is fused attention, forward or backward."""
     return str(target).startswith("aten._scaled_dot_product_")
 
 

@@ -93,8 +93,15 @@ def seeming_cuda(name: str, capability: tuple[int, int]) -> Iterator[None]:
         avoided = property(lambda mode: True)
         stack.enter_context(mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", avoided))
         stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
-        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _stay))
+        stack.enter_context(pinned_as_copies())
         stack.enter_context(_attention_order(capability))
+        yield
+
+
+@contextlib.contextmanager
+def pinned_as_copies() -> Iterator[None]:
+    """Inside, tensors are pinned by copying them: no trace has an operator for it."""
+    with mock.patch.object(Tensor, "pin_memory", _stay):
         yield
 
 

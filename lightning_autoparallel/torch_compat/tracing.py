@@ -34,6 +34,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
 
+from lightning_autoparallel.torch_compat import cuda_guards
 from lightning_autoparallel.torch_compat.constants import KnownConstants
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -167,6 +168,8 @@ def export_joint(
     The module is run more than once; its Python effects are the caller's to handle.
     """
     with contextlib.ExitStack() as stack, _use_lazy_graph_module(True):
+        if torch.cuda.is_available():
+            stack.enter_context(cuda_guards.pinned_as_copies())
         exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
         graph_module = exported.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]

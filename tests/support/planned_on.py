@@ -39,6 +39,7 @@ HALF = (
     "dropping 0.0",
     "dropping 0.1",
     "masking",
+    "grouping",
     "asking",
 )  # which compute in bfloat16
 
@@ -46,7 +47,7 @@ HALF = (
 class Dropping(LightningModule):
     """Attention of its own weights, wide enough to be cut by heads, which drops ``rate`` of what it attends to."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
         self.rate = rate
         self.inward, self.outward = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -54,29 +55,35 @@ class Dropping(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         rows, length, _ = batch.shape
         heads = self.inward(batch).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(0), attn_mask=self.mask(batch), dropout_p=self.rate)
+        query, key, value = heads.unbind(0)
+        mixed = self.attention(query, key, value)
         return F.dropout(self.outward(mixed.transpose(1, 2).flatten(2)), self.rate).square().mean()
 
-    def mask(self, batch: Tensor) -> Tensor | None:
-        """Who attends to whom, for all rows and heads."""
-        return None
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of (rows, heads, length, width of a head)."""
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=self.rate)
 
 
 class Masking(Dropping):
     """Its rows and heads share a mask."""
 
-    def __init__(self) -> None:
-        super().__init__(0.0)
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=query.device).tril(LENGTH // 2)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    def mask(self, batch: Tensor) -> Tensor:
-        return torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=batch.device).tril(LENGTH // 2)
+
+class Grouping(Dropping):
+    """Its heads share keys and values in twos."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key[:, ::2], value[:, ::2], is_causal=True, enable_gqa=True)
 
 
 class Asking(Dropping):
     """Asks for its device as modules do, and puts tensors there in each way that there is."""
 
     def __init__(self) -> None:
-        super().__init__(0.0)
+        super().__init__()
         self.has_cuda = torch.cuda.is_available()
         self.kept = torch.ones(WIDTH)  # no buffer: it stays where it was made
 
@@ -99,13 +106,14 @@ class Asking(Dropping):
             return loss + self.outward(batch).float().mean()
 
 
+OTHERS: dict[str, type[LightningModule]] = {"masking": Masking, "grouping": Grouping, "asking": Asking}
+
+
 def _model_and_batch(name: str) -> tuple[LightningModule, Any]:
     if name.startswith("dropping"):
         return Dropping(float(name.partition(" ")[2])), torch.zeros(ROWS, LENGTH, WIDTH)
-    if name == "masking":
-        return Masking(), torch.zeros(ROWS, LENGTH, WIDTH)
-    if name == "asking":
-        return Asking(), torch.zeros(ROWS, LENGTH, WIDTH)
+    if name in OTHERS:
+        return OTHERS[name](), torch.zeros(ROWS, LENGTH, WIDTH)
     return MODELS[name][0](), make_batches(name, 1, ROWS)[0]
 
 

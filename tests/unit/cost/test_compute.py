@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
 from lightning_autoparallel.cost.flops import node_flops, operator_flops
@@ -20,6 +21,20 @@ def test_flops_of_products():
     assert operator_flops(aten.mm.default, (A, B), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(aten.einsum.default, ("ab,bc->ac", [A, B]), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(aten.erfinv.default, (A,), {}, A) == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_of_attention_are_those_of_torchs_counter_and_heads_may_share_keys(causal: bool):
+    query, shared = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16)
+    forward = aten._scaled_dot_product_cudnn_attention.default
+    args = (query, query, query, None, True, 0.0, causal)
+    counted = flop_registry[aten._scaled_dot_product_cudnn_attention](*args, out_val=(query,))
+    assert operator_flops(forward, args, {}, (query,)) == counted == 2 * 2 * (2 * 4 * 8 * 8 * 16)
+    assert operator_flops(forward, (query, shared, shared, *args[3:]), {}, (query,)) == counted
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    args = (query, query, query, query, query, torch.zeros(2, 4, 8), 0.0, causal)
+    counted = flop_registry[aten._scaled_dot_product_flash_attention_backward](*args, out_val=(query,) * 3)
+    assert operator_flops(backward, args, {}, (query,) * 3) == counted
 
 
 def test_a_product_is_bound_by_its_flops_or_its_bytes():
