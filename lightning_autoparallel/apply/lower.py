@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from lightning_autoparallel.apply.aliases import eliminate_alias_round_trips
+from lightning_autoparallel.apply.attention_layout import in_kernels_layout
 from lightning_autoparallel.apply.einsum_form import emit_product
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.apply.group_choice import OrderedAxis
@@ -149,6 +150,7 @@ class _Lowering:
             return
         wanted = iter(placement.inputs)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: self._in(argument, next(wanted)))
+        args = in_kernels_layout(self.emitter, node.target, args)
         lowered = self._emit(node, args, kwargs, placement.outputs[0])
         if isinstance(node.meta["val"], (tuple, list)):
             self._placed[(node, ())] = lowered
