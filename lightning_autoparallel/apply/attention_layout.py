@@ -16,7 +16,7 @@ _OUT = 5
 
 
 def in_kernels_layout(emitter: GraphEmitter, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The local arguments of a call; the forward's result (B, H, T, D) of efficient attention in memory as (B, T, H, D).
+    """The local arguments of a call; of efficient attention the forward's (B, H, T, D) lies in memory as (B, T, H, D).
 
     The kernel of the backward asks for no strides of it: it takes this order for granted, and a result that has come
     from other shards, or is a part of the whole, gives it wrong gradients.
