@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.worlds import World, WorldError
-from tests.thirdparty.training import RANKS, Outcome, train
+from tests.thirdparty.training import ON_GPU, RANKS, Outcome, train
 
 TOLERANCE = 1e-4  # of weights, buffers and losses; relative to those above 1
 # Of the way that all weights went together: a wrong factor is seen even where steps are short.
@@ -68,10 +68,13 @@ class Row:
 
 
 def run_case(name: str, limit_s: float = LIMIT_S, side: str = "ours") -> Row:
-    """Train a case under this package, on one axis or with `tp` on two, then as its mode's oracle does, and compare."""
+    """Train a case under this package, then as its mode's oracle does, and compare.
+
+    On one axis, with `tp` on two, with `gpu` on one GPU.
+    """
     ours = _outcomes(name, side, limit_s)
     mode, notice = ours[0].mode, ours[0].notice
-    oracle = "ddp" if mode == "forward" else "plain"
+    oracle = "gpu_plain" if side == "gpu" else "ddp" if mode == "forward" else "plain"
     expected = [] if any(outcome.error for outcome in ours) else _outcomes(name, oracle, limit_s)
     for side, outcomes in (("", ours), (f"the {oracle} side: ", expected)):
         for outcome in outcomes:
@@ -126,7 +129,7 @@ def _mean_losses(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def _outcomes(name: str, side: str, limit_s: float) -> list[Outcome]:
-    world = World(RANKS[side], PRELOAD)
+    world = World(RANKS[side], PRELOAD, backend="nccl" if side in ON_GPU else "gloo")
     try:
         return world.run(train, name, side, timeout_s=limit_s)
     except WorldError as error:

@@ -1,9 +1,10 @@
 """Train third-party models on all sides and print a line for each.
 
-    python -m tests.thirdparty.table [--oracles] [--tp] [--trace] [NAME ...]
+    python -m tests.thirdparty.table [--oracles] [--tp | --gpu] [--trace] [NAME ...]
 
 A name is `library/model` or the beginning of several. `--oracles` leaves this package out and compares DDP with one
-device, which says whether a case is sound; `--tp` trains on four ranks of two axes; `--trace` adds tracebacks.
+device, which says whether a case is sound; `--tp` trains on four ranks of two axes, `--gpu` on one GPU; `--trace` adds
+tracebacks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[""])
     parser.add_argument("--oracles", action="store_true")
-    parser.add_argument("--tp", action="store_true")
+    on = parser.add_mutually_exclusive_group()
+    on.add_argument("--tp", action="store_const", const="tp", dest="side", default="ours")
+    on.add_argument("--gpu", action="store_const", const="gpu", dest="side")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     chosen = parser.parse_args()
-    run = run_oracles if chosen.oracles else partial(run_case, side="tp" if chosen.tp else "ours")
+    run = run_oracles if chosen.oracles else partial(run_case, side=chosen.side)
     rows: list[Row] = []
     for name in builders():
         if name.startswith(tuple(chosen.names)):

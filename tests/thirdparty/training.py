@@ -22,8 +22,9 @@ from tests.thirdparty.built import Built
 from tests.thirdparty.registry import build
 
 # `nudged` is plain from weights changed in their last bit: how far rounding alone carries the training.
-# `tp` is ours on two axes, by rates that have small layers cut.
-RANKS = {"plain": 1, "nudged": 1, "ddp": 2, "ours": 2, "tp": 4}
+# `tp` is ours on two axes, by rates that have small layers cut; `gpu` is ours alone on one, `gpu_plain` plain there.
+RANKS = {"plain": 1, "nudged": 1, "ddp": 2, "ours": 2, "tp": 4, "gpu": 1, "gpu_plain": 1}
+ON_GPU = ("gpu", "gpu_plain")
 NUDGE = 6e-8
 
 
@@ -65,11 +66,13 @@ def train(name: str, side: str) -> Outcome:
 def _train(built: Built, side: str) -> Outcome:
     if side == "nudged":
         _nudge(built)
+    if side in ON_GPU:
+        torch.backends.cudnn.allow_tf32 = False  # in a process of its own
     before = {name: _full(weight) for name, weight in built.module.named_parameters()}
     losses = _Losses()
     strategy = _strategy(side)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if side in ON_GPU else "cpu",
         devices=RANKS[side],
         strategy=strategy,
         max_epochs=1,
@@ -105,7 +108,7 @@ def _nudge(built: Built) -> None:
 
 
 def _strategy(side: str) -> Any:
-    if side == "ours":
+    if side in ("ours", "gpu"):
         return AutoParallelStrategy(mesh={"dp_shard": -1}, compile=False)
     if side == "tp":
         return AutoParallelStrategy(mesh={"dp_shard": 2, "tp": 2}, hardware=dict(SLOW_MEMORY), compile=False)
@@ -120,4 +123,4 @@ def _state(built: Built) -> dict[str, Tensor]:
 
 def _full(tensor: Tensor) -> Tensor:
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return value.detach().clone()
+    return value.detach().cpu().clone()
