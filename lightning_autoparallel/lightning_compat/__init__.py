@@ -52,6 +52,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
+    from lightning.pytorch.trainer import call as trainer_calls
     from lightning.pytorch.trainer.connectors import data_connector
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import grad_norm
@@ -96,6 +97,7 @@ else:
     from pytorch_lightning.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
+    from pytorch_lightning.trainer import call as trainer_calls
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities import grad_norm
@@ -292,5 +294,6 @@ __all__ = [
     "restore_modules_and_callbacks",
     "set_num_threads_if_needed",
     "sync_if_available",
+    "trainer_calls",
     "weights_only_of_run",
 ]

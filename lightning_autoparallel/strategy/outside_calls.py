@@ -1,10 +1,12 @@
-"""What hooks and callbacks do outside of steps: they sample from the module, or look at numbers of its parameters."""
+"""What hooks and callbacks do outside of steps: they sample from the module, look at numbers of its parameters, or
+compute with these and with tensors of their own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,15 +19,17 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import grad_norm
+from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
+from lightning_autoparallel.strategy.mixed_operands import MixedOperands
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
 from lightning_autoparallel.torch_compat.scalars import numbers_read_by
 
 
 class OutsideCalls:
-    """Runs calls of the module with whole parameters, gathered for each, and without gradients, which no step would
-    reduce; and gives numbers of whole tensors.
+    """Runs calls of the module, and of torch by hooks that mix parameters with whole tensors, with whole parameters,
+    gathered for each, and without gradients, which no step would reduce; and gives numbers of whole tensors.
 
     Every rank makes the same calls. One that is alone says so, and waits; the others' next step makes it an error.
     """
@@ -42,7 +46,8 @@ class OutsideCalls:
     def installed(self) -> Iterator[None]:
         """From the Trainer's setup to its teardown."""
         self._own = {id(module) for module in self._module.modules()}
-        with intercepted_calls(self._call), numbers_read_by(self._whole), self._listed_norms():
+        numbers = numbers_read_by(self._whole)
+        with intercepted_calls(self._call), numbers, self._listed_norms(), around_hooks(self._hook):
             yield
 
     @contextlib.contextmanager
@@ -62,6 +67,14 @@ class OutsideCalls:
         self._meet(f"calls {type(module).__name__} outside of a step", "its parameters lie in shards")
         with self.inside(), torch.no_grad(), self._parameters:
             return original(module, *args, **kwargs)
+
+    def _hook(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._inside else MixedOperands(self._mixed)
+
+    def _mixed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._meet("computes with parameters or gradients, and maybe other tensors", "they lie in shards")
+        with self.inside(), torch.no_grad(), self._parameters:
+            return func(*args, **kwargs)
 
     def _whole(self, tensor: DTensor) -> Tensor:
         if not self._inside:

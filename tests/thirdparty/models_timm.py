@@ -47,12 +47,12 @@ def label_smoothing() -> Built:
     return built
 
 
-def weight_average() -> Built:
+def weight_average(at_once: bool = False) -> Built:
     """An exponential moving average of the weights, brought up to date by a hook after every batch."""
     from timm.utils import ModelEmaV3
 
     built = classifier("vit_tiny_patch16_224", **TRANSFORMER)
-    average = ModelEmaV3(built.module.net, decay=0.9)
+    average = ModelEmaV3(built.module.net, decay=0.9, foreach=at_once)
     built.module.on_train_batch_end = lambda *args: average.update(built.module.net)
     return built
 
@@ -93,4 +93,5 @@ MODELS: dict[str, Builder] = {
     "nfnet": partial(classifier, "test_nfnet"),
     "label_smoothing": label_smoothing,
     "weight_average": weight_average,
+    "weight_average_at_once": partial(weight_average, at_once=True),
 }
