@@ -115,6 +115,15 @@ class ThenAStep(Net):
         self.trainer.strategy.training_step(self.batches()[0], 0)
 
 
+class AveragesAlone(Net):
+    """Rank 0 brings its average up to date alone, before the first step."""
+
+    def on_train_start(self):
+        if self.trainer.is_global_zero:
+            torch.zeros(10, 6).lerp_(self.net[0].weight.detach(), 0.5)
+        self.trainer.strategy.training_step(self.batches()[0], 0)
+
+
 def impatient(kind: type[Net]) -> tuple[str, int]:
     """The error of a training, and how often it was said that a rank waits."""
     with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.5)):
@@ -145,8 +154,9 @@ def test_a_rank_that_waits_says_so(worlds: Worlds) -> None:
     assert worlds(2).run(impatient, Late) == [("no error", 1), ("no error", 0)]
 
 
-def test_one_rank_alone_is_an_error(worlds: Worlds) -> None:
-    first, second = worlds(2).run(impatient, ThenAStep, timeout_s=120)
+@pytest.mark.parametrize("kind", [ThenAStep, AveragesAlone])
+def test_one_rank_alone_is_an_error(kind: type[Net], worlds: Worlds) -> None:
+    first, second = worlds(2).run(impatient, kind, timeout_s=120)
     assert "test_outside_steps.py" in first[0]
     assert "every rank must make the same call" in first[0]
     assert "Error: " in second[0]
