@@ -41,9 +41,10 @@ class MixedOperands(TorchFunctionMode):
 
 
 def _are_mixed(*values: Any) -> bool:
-    """Whether shards of one tensor meet all of another; single numbers may meet anything."""
+    """Whether shards of one tensor meet all of another; single numbers, of shape (1,) too, may meet anything."""
     tensors = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
     in_shards = [isinstance(tensor, DTensor) for tensor in tensors]
     if not any(in_shards):
         return False
-    return any(tensor.dim() > 0 for tensor, is_shard in zip(tensors, in_shards, strict=True) if not is_shard)
+    others = [tensor for tensor, is_shard in zip(tensors, in_shards, strict=True) if not is_shard]
+    return any(tensor.dim() > 1 or tensor.numel() != 1 for tensor in others)
