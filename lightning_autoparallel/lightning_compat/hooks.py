@@ -10,22 +10,35 @@ from unittest import mock
 
 from lightning_autoparallel.lightning_compat import trainer_calls
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Context = Callable[[str], contextlib.AbstractContextManager[Any]]  # of a hook's name
 
 
 @contextlib.contextmanager
 def around_hooks(context: Context) -> Iterator[None]:
-    """While open, the hooks ``on_...`` of LightningModules and callbacks run inside of ``context()``."""
+    """While open, the hooks ``on_...`` of LightningModules and callbacks run inside of ``context(name)``."""
 
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-            with context() if hook_name.startswith("on_") else contextlib.nullcontext():
+            with context(hook_name) if hook_name.startswith("on_") else contextlib.nullcontext():
                 return original(trainer, hook_name, *args, **kwargs)
 
         return call
 
+    def of_checkpoints(original: Callable[..., Any], hook_name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with context(hook_name):
+                return original(*args, **kwargs)
+
+        return call
+
+    named = ("_call_lightning_module_hook", "_call_callback_hooks")
+    others = {f"_call_callbacks_{hook}": hook for hook in ("on_save_checkpoint", "on_load_checkpoint")}
     with contextlib.ExitStack() as stack:
-        for name in ("_call_lightning_module_hook", "_call_callback_hooks"):
-            stack.enter_context(mock.patch.object(trainer_calls, name, wrapped(getattr(trainer_calls, name))))
+        for name in named:
+            stack.enter_context(mock.patch.object(trainer_calls, name, by_name(getattr(trainer_calls, name))))
+        for name, hook in others.items():
+            around = of_checkpoints(getattr(trainer_calls, name), hook)
+            stack.enter_context(mock.patch.object(trainer_calls, name, around))
         yield

@@ -30,7 +30,7 @@ from lightning_autoparallel.torch_compat.interception import is_wrapped, without
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 # Questions about a tensor, ways to its own memory, and autograd's functions: they are asked of the DTensor itself.
-_OF_THE_TENSOR_ITSELF = {
+OF_THE_TENSOR_ITSELF = {
     "__get__",
     "__hash__",
     "__deepcopy__",
@@ -172,7 +172,7 @@ class WholeParameters(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
             return func(*map(self._whole_of, args))
-        if name in _OF_THE_TENSOR_ITSELF:
+        if name in OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         if name == "__set__":
             return self._assign(func, *args)

@@ -6,45 +6,97 @@ that ranks cannot share evenly).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_autoparallel.torch_compat.tree import tree_flatten
+from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSELF, WholeParameters
+from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 
 Call = Callable[..., Any]
+_LEFT_ALONE = {*OF_THE_TENSOR_ITSELF, "backward", "grad"}
 _FOR_NO_SHARDS = ("Sharding propagation failed", "does not have a sharding strategy")  # as torch says it
 
 
 class MixedOperands(TorchFunctionMode):
-    """While it is open, a torch call that shards cannot be given is left to ``compute(function, args, kwargs)``."""
+    """Open during one hook. From the first call of torch on that shards cannot be given, calls are given whole ones.
 
-    def __init__(self, compute: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    What they write into whole parameters, by views too, is in the shards at the next call, or when the hook has ended.
+    Every rank makes such calls, for which ``meet`` waits, or none. Nothing is done where ``is_inside()``: in steps.
+
+    Raises:
+        CaptureError: of such a call autograd would have to follow parameters, which nothing would reduce.
+    """
+
+    def __init__(self, parameters: WholeParameters, meet: Callable[[str], None], is_inside: Callable[[], bool]) -> None:
         super().__init__()
-        self._compute = compute
+        self._parameters, self._meet, self._is_inside = parameters, meet, is_inside
+        self._gives_whole = False
+
+    def __exit__(self, *error: Any) -> None:
+        if self._gives_whole:
+            self._parameters.forget()
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _are_mixed(args, kwargs):
-            return self._compute(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
+            return func(*args, **kwargs)
+        if name == "__set__":  # shards can be assigned to
+            return self._whole(func, types, args, kwargs) if self._gives_whole else func(*args, **kwargs)
+        are_mixed = _are_mixed(tensors)
+        if torch.is_grad_enabled() and any(isinstance(x, DTensor) and x.requires_grad for x in tensors):
+            return self._followed(func, name, args, kwargs, are_mixed)
+        if are_mixed or self._gives_whole:
+            if are_mixed:
+                self._begin(name)
+            return self._whole(func, types, args, kwargs)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if not any(text in str(error) for text in _FOR_NO_SHARDS):
                 raise
-        return self._compute(func, args, kwargs)
+        self._begin(name)
+        return self._whole(func, types, args, kwargs)
+
+    def _begin(self, name: str) -> None:
+        self._meet(name)
+        self._gives_whole = True
+
+    def _whole(self, func: Call, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._parameters.__torch_function__(func, types, args, kwargs)
+
+    def _followed(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], are_mixed: bool) -> Any:
+        if are_mixed:
+            raise CaptureError(
+                f"{user_line()} gives {name} a parameter, which lies in shards, and a whole tensor, outside of a step, "
+                "where nobody reduces the gradient: give it parameter.detach(), or do it inside of torch.no_grad()"
+            )
+        if not self._gives_whole:
+            return func(*args, **kwargs)
+        with self._parameters.paused():  # what was written into whole ones is in the shards
+            return func(*args, **kwargs)
 
 
-def _are_mixed(*values: Any) -> bool:
-    """Whether shards of one tensor meet all of another; single numbers, of shape (1,) too, may meet anything."""
-    tensors = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
-    in_shards = [isinstance(tensor, DTensor) for tensor in tensors]
-    if not any(in_shards):
-        return False
-    others = [tensor for tensor, is_shard in zip(tensors, in_shards, strict=True) if not is_shard]
-    return any(tensor.dim() > 1 or tensor.numel() != 1 for tensor in others)
+def _are_mixed(tensors: Iterable[Tensor]) -> bool:
+    """Whether shards of one tensor meet all of another; single numbers may meet anything."""
+    others = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    return any(tensor.numel() != 1 for tensor in others) and not takes_whole_for_replicas()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

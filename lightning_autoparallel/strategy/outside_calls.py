@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +25,8 @@ from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
 from lightning_autoparallel.torch_compat.scalars import numbers_read_by
+
+_OF_OPTIMIZERS = ("on_before_optimizer_step",)  # in which whole tensors meet shards as in the optimizer's own step
 
 
 class OutsideCalls:
@@ -68,13 +70,13 @@ class OutsideCalls:
         with self.inside(), torch.no_grad(), self._parameters:
             return original(module, *args, **kwargs)
 
-    def _hook(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._inside else MixedOperands(self._mixed)
+    def _hook(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        if self._inside or name in _OF_OPTIMIZERS:
+            return contextlib.nullcontext()
+        return MixedOperands(self._parameters, self._meet_with, lambda: self._inside)
 
-    def _mixed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._meet("computes with parameters or gradients, and maybe other tensors", "they lie in shards")
-        with self.inside(), torch.no_grad(), self._parameters:
-            return func(*args, **kwargs)
+    def _meet_with(self, function: str) -> None:
+        self._meet(f"gives {function} parameters or gradients, and maybe other tensors", "they lie in shards")
 
     def _whole(self, tensor: DTensor) -> Tensor:
         if not self._inside:

@@ -109,10 +109,11 @@ def pinned_as_copies() -> Iterator[None]:
 def _attention_order(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, attention's kernels are tried in the order that torch has for such a GPU, or that its user has set."""
     before = torch._C._get_sdp_priority_order()
-    kernels = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    others = [kernel.value for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)]
+    cudnn = SDPBackend.CUDNN_ATTENTION.value
     is_first = capability in _CUDNN_FIRST and os.environ.get(_NOT_FIRST) != "1"
-    if is_first and before[0] == SDPBackend.FLASH_ATTENTION.value:  # as torch starts: nobody has set another
-        torch._C._set_sdp_priority_order([kernel.value for kernel in kernels])
+    if is_first and before[:4] == [*others, cudnn]:  # as torch starts: nobody has set another
+        torch._C._set_sdp_priority_order([cudnn, *others])
     try:
         yield
     finally:

@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "is_random", "shows_argument", "written"]
+__all__ = ["TorchDispatchMode", "is_random", "shows_argument", "takes_whole_for_replicas", "written"]
+
+
+def takes_whole_for_replicas() -> bool:
+    """Whether DTensors meet whole tensors as if these were replicas: inside of torch's ``implicit_replication()``."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def is_random(op: Any) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import trainer_calls
 from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
@@ -21,17 +24,33 @@ def sharded(fake_mesh) -> DTensor:
     return distribute_tensor(torch.ones(3, 4), fake_mesh(dp_shard=2).submesh(("dp_shard",)), [Shard(0)])
 
 
-def left(call: Any) -> list[str]:
-    """The names of the functions that are left to others while ``call`` is made."""
-    names: list[str] = []
+class Computing:
+    """In the place of whole parameters: the names of the functions that it is given."""
 
-    def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        names.append(func.__name__)
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.said: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        self.names.append(func.__name__)
         return torch.zeros(3, 4)
 
-    with MixedOperands(compute):
+    def forget(self) -> None:
+        self.said.append("forgotten")
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        self.said.append("paused")
+        return contextlib.nullcontext()
+
+
+def left(call: Any, is_inside: bool = False) -> list[str]:
+    """The names of the functions that are given whole parameters while ``call`` is made, without gradients."""
+    computing, met = Computing(), []
+    with torch.no_grad(), MixedOperands(computing, met.append, lambda: is_inside):  # type: ignore[arg-type]
         call()
-    return names
+    assert computing.said == ["forgotten"] * bool(computing.names)
+    assert set(met) <= set(computing.names) and bool(met) == bool(computing.names)
+    return computing.names
 
 
 @pytest.mark.parametrize(
@@ -44,14 +63,37 @@ def left(call: Any) -> list[str]:
         (lambda x: torch._foreach_lerp_([torch.zeros(3, 4)], [x], 0.5), ["_foreach_lerp_"]),
         (lambda x: torch.add(x, other=torch.ones(3, 4)), ["add"]),
         (lambda x: x.flatten(), ["flatten"]),
+        (lambda x: (x.flatten(), x.mul(2.0), x.detach()), ["flatten", "mul"]),
         (lambda x: x.mul_(2.0).add_(x), []),
         (lambda x: x * torch.tensor(2.0), []),
         (lambda x: x * torch.tensor([2.0]), []),
         (lambda x: torch.ones(3, 4).add_(torch.ones(4)), []),
+        (lambda x: copy.deepcopy([torch.ones(3), x, {"y": torch.ones(3)}]), []),
     ],
 )
 def test_calls_of_both_and_calls_that_shards_cannot_be_given_are_left(call, names: list[str], sharded: DTensor):
     assert left(lambda: call(sharded)) == names
+
+
+def test_nothing_is_done_in_steps_and_where_torch_is_told_to_replicate(sharded: DTensor):
+    with pytest.raises(RuntimeError, match="mixed"):
+        left(lambda: sharded + torch.ones(3, 4), is_inside=True)
+    with implicit_replication():
+        assert left(lambda: sharded + torch.ones(3, 4)) == []
+
+
+def test_a_gradient_that_nobody_reduces_is_refused(sharded: DTensor):
+    sharded.requires_grad_()
+    computing = Computing()
+    with MixedOperands(computing, lambda name: None, lambda: False):  # type: ignore[arg-type]
+        (sharded * 2).sum().backward()
+        with pytest.raises(CaptureError, match=r"test_mixed_operands.py:\d+ gives sub a parameter.*detach"):
+            sharded - torch.ones(3, 4)
+        with pytest.raises(RuntimeError, match="flatten"):
+            sharded.flatten()
+        assert computing.said == [] and not isinstance(sharded.detach() - torch.ones(3, 4), DTensor)
+        assert isinstance(sharded * 2, DTensor) and computing.said == ["paused"]
+    assert sharded.grad is not None and computing.names == ["sub"]
 
 
 def test_other_errors_are_those_of_the_call(sharded: DTensor):
@@ -65,8 +107,8 @@ def test_hooks_run_inside_and_nothing_else_does():
     said: list[str] = []
 
     @contextlib.contextmanager
-    def context():
-        said.append("in")
+    def context(name):
+        said.append(name)
         yield
         said.append("out")
 
@@ -81,5 +123,6 @@ def test_hooks_run_inside_and_nothing_else_does():
         trainer_calls._call_lightning_module_hook(trainer, "on_train_end")
         trainer_calls._call_lightning_module_hook(trainer, "optimizer_step")
         trainer_calls._call_callback_hooks(trainer, "on_train_end")
-    assert said == ["in", "called", "out", "called", "in", "out"]
+        trainer_calls._call_callbacks_on_save_checkpoint(trainer, {})
+    assert said == ["on_train_end", "called", "out", "called", *["on_train_end", "out"], *["on_save_checkpoint", "out"]]
     assert trainer_calls._call_lightning_module_hook is before
