@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx.added_calls import FakeResults
+from lightning_autoparallel.torch_compat.layouts import can_be_viewed
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 aten = torch.ops.aten
@@ -50,12 +51,11 @@ class GraphEmitter:
 
     def view(self, node: fx.Node, shape: list[int], name: str | None = None) -> fx.Node:
         """A view; local strides may differ from the global ones it was captured with, then of a contiguous copy."""
-        if list(node.meta["val"].shape) == shape and name is None:
+        value: Tensor = node.meta["val"]
+        if list(value.shape) == shape and name is None:
             return node
-        try:
-            return self.call(aten.view.default, node, shape, name=name)
-        except (RuntimeError, ValueError):
-            return self.call(aten.view.default, self.contiguous(node), shape, name=name)
+        dense = node if can_be_viewed(value, shape) else self.contiguous(node)
+        return self.call(aten.view.default, dense, shape, name=name)
 
     def contiguous(self, node: fx.Node) -> fx.Node:
         """A dense, row-major value: what collectives want."""

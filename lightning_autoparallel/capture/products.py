@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_autoparallel.torch_compat.layouts import can_be_viewed
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
 
 aten = torch.ops.aten
@@ -235,22 +236,10 @@ def _shorten_view(node: fx.Node) -> None:
     if node.target is not aten.view.default:
         return
     base = _source(node)
-    if base.target is aten.view.default and _viewable(_source(base), _shape(node)):
+    if base.target is aten.view.default and can_be_viewed(_source(base).meta["val"], _shape(node)):
         node.args = (_source(base), list(_shape(node)))
     if _shape(_source(node)) == _shape(node):
         node.replace_all_uses_with(_source(node))
-
-
-def _viewable(node: fx.Node, shape: tuple[int, ...]) -> bool:
-    value = node.meta["val"]
-    if value.is_contiguous():
-        return True
-    try:
-        with fake_mode_of(value):
-            value.view(shape)
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:

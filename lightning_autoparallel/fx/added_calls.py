@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_autoparallel.torch_compat.layouts import can_be_viewed
 from lightning_autoparallel.torch_compat.tracing import FakeTensor, FakeTensorMode, fake_evaluated, fake_mode_of
 
 aten = torch.ops.aten
@@ -82,10 +83,7 @@ class Calls:
         value: Tensor = node.meta["val"]
         if list(value.shape) == shape:
             return node
-        try:
-            return self(aten.view.default, node, shape)
-        except (RuntimeError, ValueError):
-            return self(aten.view.default, self.contiguous(node), shape)
+        return self(aten.view.default, node if can_be_viewed(value, shape) else self.contiguous(node), shape)
 
     def contiguous(self, node: fx.Node) -> fx.Node:
         """The value row by row: what collectives want."""
