@@ -9,8 +9,8 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx.added_calls import FakeResults
-from lightning_autoparallel.torch_compat.layouts import can_be_viewed
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from lightning_autoparallel.torch_compat.viewable import can_be_viewed
 
 aten = torch.ops.aten
 

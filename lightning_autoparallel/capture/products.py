@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_autoparallel.torch_compat.layouts import can_be_viewed
 from lightning_autoparallel.torch_compat.tracing import fake_mode_of
+from lightning_autoparallel.torch_compat.viewable import can_be_viewed
 
 aten = torch.ops.aten
 

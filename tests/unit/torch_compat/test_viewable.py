@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.fx.added_calls import Calls
-from lightning_autoparallel.torch_compat.layouts import can_be_viewed
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
+from lightning_autoparallel.torch_compat.viewable import can_be_viewed
 
 aten = torch.ops.aten
 PARTS: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor], list[int]]] = [
