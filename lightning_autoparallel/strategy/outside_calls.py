@@ -30,8 +30,8 @@ _OF_OPTIMIZERS = ("on_before_optimizer_step",)  # in which whole tensors meet sh
 
 
 class OutsideCalls:
-    """Runs calls of the module, and of torch by hooks that mix parameters with whole tensors, with whole parameters,
-    gathered for each, and without gradients, which no step would reduce; and gives numbers of whole tensors.
+    """Runs calls of the module with whole parameters, gathered for each, and without gradients, which no step would
+    reduce; gives hooks whole ones where torch cannot compute with shards; and gives numbers of whole tensors.
 
     Every rank makes the same calls. One that is alone says so, and waits; the others' next step makes it an error.
     """

@@ -40,9 +40,9 @@ def table() -> Iterator[CandidateTable]:
     dist.destroy_process_group()
 
 
-def check(table: CandidateTable, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+def check(table: CandidateTable, op: Any, args: tuple[Any, ...]) -> Any:
     """All rows, two of which at least cut something; the results of one device."""
-    node = node_of(op, args, kwargs or {})
+    node = node_of(op, args, {})
     rows = table.of(node, (1,))
     assert sum(any(placement.is_shard() for placement in row.inputs) for row in rows) >= 2
     for row in rows:

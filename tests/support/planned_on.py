@@ -32,16 +32,11 @@ from tests.numerics.models import MODELS, make_batches
 
 MESHES: tuple[tuple[dict[str, int], str], ...] = (({"dp_shard": 4}, "fsdp"), ({"dp_shard": 2, "tp": 2}, "auto"))
 ROWS, LENGTH, WIDTH, HEADS = 4, 64, 256, 8
-HALF = (
-    "llama3",
-    "hf_llama",
-    "hf_gpt2",
-    "dropping 0.0",
-    "dropping 0.1",
-    "masking",
-    "grouping",
-    "asking",
-)  # which compute in bfloat16
+LARGE = ("llama3", "dropping 0.0", "dropping 0.1", "masking", "grouping", "asking")  # heads of eight numbers and more
+HALF = (*LARGE, "hf_llama", "hf_gpt2")  # in bfloat16
+CUDNN = ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"]
+EFFICIENT = ["_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"]
+ATTENTION = {**dict.fromkeys(LARGE, CUDNN), "transformer32": EFFICIENT}  # of a Hopper GPU; of others products
 
 
 class Dropping(LightningModule):

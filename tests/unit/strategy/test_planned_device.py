@@ -16,15 +16,12 @@ from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.torch_compat import cuda_guards
 from tests.numerics.models import MODELS
 from tests.support.attention_kernels import EXPECTED
-from tests.support.planned_on import HALF, Dropping
+from tests.support.planned_on import ATTENTION, CUDNN, Dropping
 from tests.support.scripts import run
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="plans for its own GPU: tests/gpu")
 
-CUDNN = ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"]
-EFFICIENT = ["_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"]
-PLAIN: list[str] = []
-ATTENTION = {**dict.fromkeys(HALF, CUDNN), "transformer32": EFFICIENT}  # else products: grouped with a mask, float64
+PLAIN: list[str] = []  # products: heads that are too small, grouped ones with a mask, float64
 MADE = ("aten.scalar_tensor", "aten.arange", "aten.full", "aten.lift", "aten._to_copy")
 PINNED = ("aten.clone",)  # a copy that is still the host's
 MASKS = ("aten.eq", "aten.masked_fill", "aten.triu")  # of Lightning's transformer, made on the CPU and moved
