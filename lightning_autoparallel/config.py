@@ -262,15 +262,26 @@ def check_activation_checkpointing(policy: Any) -> None:
     """
     if callable(policy):
         return
-    if isinstance(policy, str) and re.fullmatch(r"layer:[1-9]\d*", policy):
-        return
-    if policy in (*CHECKPOINT_POLICIES, AUTO):
-        return
-    hint = did_you_mean(policy, [*CHECKPOINT_POLICIES, "layer:2"])
-    raise ConfigError(
-        f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, 'layer:N' "
-        f"(every Nth block), 'auto' (with plan 'auto': the least that fits), or give a function of a node{hint}"
-    )
+    by_kind = policies_by_kind(policy) if isinstance(policy, str) else ()
+    for name in [name for _, name in by_kind] or [policy]:
+        if name in CHECKPOINT_POLICIES or (isinstance(name, str) and re.fullmatch(r"layer:[1-9]\d*", name)):
+            continue
+        if name == AUTO and not by_kind:
+            continue
+        hint = did_you_mean(name, [*CHECKPOINT_POLICIES, "layer:2"])
+        raise ConfigError(
+            f"unknown activation_checkpointing {policy!r}: write {', '.join(map(repr, CHECKPOINT_POLICIES))}, "
+            "'layer:N' (every Nth block), one of these for each kind of block ('encoder.*=full, decoder.*=none'), "
+            f"'auto' (with plan 'auto': the least that fits), or give a function of a node{hint}"
+        )
+
+
+def policies_by_kind(policy: str) -> tuple[tuple[str, str], ...]:
+    """``"encoder.*=full, decoder.*=none"``: pairs of a glob over blocks and a policy; none for one of all blocks."""
+    if "=" not in policy:
+        return ()
+    entries = [entry.partition("=") for entry in policy.split(",")]
+    return tuple((pattern.strip(), name.strip()) for pattern, _, name in entries)
 
 
 @dataclass(frozen=True, kw_only=True)

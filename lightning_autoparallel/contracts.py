@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.report_json import module_json, pass_json, prediction_json, table_json
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
 Placements = tuple[Placement, ...]  # one per plan axis
-LARGEST_SHOWN = 5  # of what is alive at a predicted peak
 Decision = Literal["save", "recompute"]
 Wish = Literal["save", "recompute", "prefer_recompute"]
 
@@ -107,7 +107,7 @@ class NodePlacement:
 class OtherWay:
     """An alternative that was not taken: what the best plan with it costs more, or what rules it out.
 
-    ``more_bytes`` are those of parameters, gradients and AdamW's moments on a rank.
+    ``more_bytes`` stay on a rank: of parameters, gradients, moments, and what the backward reads.
     Where it is not ``proved``, it costs at most that much more: the solver's time was up.
     """
 
@@ -435,8 +435,8 @@ class PlanReport:
         """The report as numbers, strings, lists and mappings: what every report.json holds."""
         kept = {name: self.saved_bytes if name == "forward" else 0 for name in self.collectives}
         graphs = {
-            name: {"collectives": _table_json(table), "saved_bytes": kept[name]}
-            | _prediction_json(self.predictions.get(name))
+            name: {"collectives": table_json(table), "saved_bytes": kept[name]}
+            | prediction_json(self.predictions.get(name))
             for name, table in self.collectives.items()
         }
         return {
@@ -455,7 +455,8 @@ class PlanReport:
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "hardware": dict(self.hardware),
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
-            "passes": [_pass_json(done) for done in self.passes],
+            "modules": [module_json(module) for module in self.modules],
+            "passes": [pass_json(done) for done in self.passes],
             "notes": list(self.notes),
             "meshes": [asdict(trial) for trial in self.meshes],
         }
@@ -463,27 +464,6 @@ class PlanReport:
 
 def _all_kinds(table: CollectiveTable) -> list[tuple[str, CollectiveCount]]:
     return [pair for per_axes in table.values() for pair in per_axes.items()]
-
-
-def _table_json(table: CollectiveTable) -> dict[str, dict[str, dict[str, int]]]:
-    return {
-        kind: {axes: {"count": one.count, "bytes": one.size_bytes} for axes, one in sorted(per_axes.items())}
-        for kind, per_axes in sorted(table.items())
-    }
-
-
-def _prediction_json(predicted: GraphPrediction | None) -> dict[str, Any]:
-    """The figures of one graph; without its events and its curve, which have files of their own."""
-    if predicted is None:
-        return {}
-    figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes")
-    return {name: getattr(predicted, name) for name in figures} | {
-        "largest_at_peak": [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
-    }
-
-
-def _pass_json(done: PassReport) -> dict[str, Any]:
-    return asdict(done) | {"before": _table_json(done.before), "after": _table_json(done.after)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Two reports side by side: which parameters lie elsewhere, and what that costs (``plan --compare``)."""
+"""Two reports side by side: what lies elsewhere or is moved otherwise, and what that costs (``plan --compare``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lightning_autoparallel.callbacks.predictions import format_time
 from lightning_autoparallel.callbacks.tables import make_table
-from lightning_autoparallel.cli.report_file import Lain, PlanFigures
+from lightning_autoparallel.cli.report_file import KindFigures, Lain, PlanFigures
 from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx.nodes import kind_of
@@ -76,7 +76,38 @@ def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
     )
     for row in cost_rows(this, other):
         costs.add_row(*row)
-    return [_placements_table(this, other), costs]
+    kinds = [] if this.kinds is None or other.kinds is None else [_kinds_table(this, other)]
+    return [_placements_table(this, other), *kinds, costs]
+
+
+def _kinds_table(this: PlanFigures, other: PlanFigures) -> Table:
+    rows = list(kind_rows(this, other))
+    table = make_table(
+        "Kinds of modules that save or move otherwise, all modules of a kind together (predicted)",
+        ("modules", "", "this", "other", "difference"),
+        caption=None if rows else "every kind of module saves and moves as much in both",
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def kind_rows(this: PlanFigures, other: PlanFigures) -> Iterator[tuple[str, str, str, str, str]]:
+    """Every figure of a kind of module that is another one there, the kinds that differ most in bytes first."""
+    here, there, none = this.kinds or {}, other.kinds or {}, KindFigures()
+    pairs = {kind: (here.get(kind, none), there.get(kind, none)) for kind in dict.fromkeys([*here, *there])}
+    for kind, (one, two) in sorted(pairs.items(), key=lambda pair: -_moved_apart(*pair[1])):
+        for name, value, another, text in (
+            ("saved for the backward", one.saved_bytes, two.saved_bytes, format_bytes),
+            ("collectives", one.launches, two.launches, str),
+            ("bytes moved", one.moved_bytes, two.moved_bytes, format_bytes),
+        ):
+            if value != another:
+                yield (kind or "the step itself", *_row(name, value, another, text))
+
+
+def _moved_apart(one: KindFigures, two: KindFigures) -> int:
+    return abs(one.saved_bytes - two.saved_bytes) + abs(one.moved_bytes - two.moved_bytes)
 
 
 def _named(figures: PlanFigures) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_autoparallel.errors import ConfigError
+from lightning_autoparallel.fx.nodes import kind_of
 
 _SIZES = {
     "parameters": "parameters_bytes",
@@ -28,10 +29,20 @@ class Lain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KindFigures:
+    """What all modules of one kind save for the backward and launch in a step, on one rank."""
+
+    saved_bytes: int = 0
+    launches: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanFigures:
     """The figures of one report, named as they are shown; None stands for what is not known.
 
-    ``collectives`` are launches and bytes of one step, by mesh axes.
+    ``collectives`` are launches and bytes of one step, by mesh axes; ``kinds`` are by kind of module, None in a file
+    of a version that did not write them.
     """
 
     path: str
@@ -42,6 +53,7 @@ class PlanFigures:
     times_us: Mapping[str, float | None]
     collectives: Mapping[str, tuple[int, int]]
     sizes_bytes: Mapping[str, int | None]
+    kinds: Mapping[str, KindFigures] | None = None
 
 
 def read_report(path: str | Path) -> PlanFigures:
@@ -84,7 +96,28 @@ def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
         },
         collectives=_by_axes(graphs),
         sizes_bytes={name: _whole(document[key]) for name, key in _SIZES.items()},
+        kinds=_by_kind(document["modules"], graphs) if "modules" in document else None,
     )
+
+
+def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Collection[str]) -> dict[str, KindFigures]:
+    """Modules whose paths differ in numbers only together; of ``graphs``, which are those of a step."""
+    found: dict[str, KindFigures] = {}
+    for module in modules:
+        counted = [
+            one
+            for graph, table in module["collectives"].items()
+            if graph in graphs
+            for per_axes in table.values()
+            for one in per_axes.values()
+        ]
+        before = found.get(kind := kind_of(str(module["path"])), KindFigures())
+        found[kind] = KindFigures(
+            saved_bytes=before.saved_bytes + int(module["saved_bytes"]),
+            launches=before.launches + sum(int(one["count"]) for one in counted),
+            moved_bytes=before.moved_bytes + sum(int(one["bytes"]) for one in counted),
+        )
+    return found
 
 
 def _lain(written: Mapping[str, Any]) -> Lain:

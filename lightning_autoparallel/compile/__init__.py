@@ -1,6 +1,7 @@
 """Split the joint graph in forward and backward, lower both, run them under autograd."""
 
 from lightning_autoparallel.compile.backend import check_compiler, lower_partitioned
+from lightning_autoparallel.compile.blocks import find_blocks
 from lightning_autoparallel.compile.dynamo_backend import autoparallel_backend
 from lightning_autoparallel.compile.partition import partition_graph
 from lightning_autoparallel.compile.retrace import retraceable
@@ -11,6 +12,7 @@ from lightning_autoparallel.compile.step_runner import laid_out_as, run_step
 __all__ = [
     "autoparallel_backend",
     "check_compiler",
+    "find_blocks",
     "laid_out_as",
     "lower_partitioned",
     "partition_graph",

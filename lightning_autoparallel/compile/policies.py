@@ -7,12 +7,14 @@ recomputing one block never starts with another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from torch import fx
 
 from lightning_autoparallel.compile.blocks import MATMULS
+from lightning_autoparallel.config import policies_by_kind
 from lightning_autoparallel.contracts import CheckpointFunction, NodeInfo, Wish
 from lightning_autoparallel.errors import ConfigError, did_you_mean
 from lightning_autoparallel.fx import nodes as fxn
@@ -55,6 +57,8 @@ def why_idle(policy: str | CheckpointFunction, blocks: Sequence[str]) -> str | N
             "none; put repeated modules into an nn.ModuleList or nn.Sequential, give a function, which is asked about "
             "every operator, or call torch.utils.checkpoint in the model"
         )
+    if by_kind := policies_by_kind(policy):
+        return _why_idle_by_kind(by_kind, blocks)
     every = int(policy.partition(":")[2] or 1)
     if every > len(blocks):
         return (
@@ -64,10 +68,41 @@ def why_idle(policy: str | CheckpointFunction, blocks: Sequence[str]) -> str | N
     return None
 
 
+def _why_idle_by_kind(by_kind: Sequence[tuple[str, str]], blocks: Sequence[str]) -> str | None:
+    for pattern, name in by_kind:
+        matching = [block for block in blocks if _policy_of(block, by_kind) == (pattern, name)]
+        if not matching:
+            return (
+                f"activation_checkpointing: {pattern}={name} has no effect: it names none of the step's blocks, "
+                f"or a later pattern does ({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''})"
+            )
+        idle = why_idle(name, matching)
+        if idle is not None:
+            return idle
+    return None
+
+
+def _policy_of(block: str, by_kind: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """The last pattern that matches, with its policy."""
+    return next((entry for entry in reversed(by_kind) if fnmatchcase(block, entry[0])), None)
+
+
+def _by_kind(by_kind: Sequence[tuple[str, str]], forward: Forward) -> set[fx.Node]:
+    """What each policy recomputes of its blocks; blocks that no pattern matches are saved."""
+    entries = {block: _policy_of(block, by_kind) for block in set(forward.blocks.values())}
+    found = set()
+    for entry in by_kind:
+        own = {node: block for node, block in forward.blocks.items() if entries[block] == entry}
+        found |= _by_name(entry[1], replace(forward, blocks=own))
+    return found
+
+
 def _by_name(policy: str, forward: Forward) -> set[fx.Node]:
     """What a named policy recomputes."""
     if policy == "none":
         return set()
+    if by_kind := policies_by_kind(policy):
+        return _by_kind(by_kind, forward)
     inside = {node for node in forward.calls if node in forward.blocks}
     if policy == "full":
         return inside

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from lightning_autoparallel.cost.flops import operator_flops
 from lightning_autoparallel.fx.nodes import VIEWS
+from lightning_autoparallel.fx.placements import dim_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,10 @@ def redistribution_time_us(
 
 
 def redistribution_kind(source: Placement, target: Placement) -> str | None:
-    """What turns ``source`` into ``target``: a collective's name, ``slice`` (all local), None, ``impossible``."""
+    """What turns ``source`` into ``target``: a collective's name, ``slice`` (all local), None, ``impossible``.
+
+    A shard that becomes another interleaving of the same dim is gathered, and a rank's part taken of the whole.
+    """
     if source == target:
         return None
     if isinstance(target, Partial):
@@ -106,4 +110,5 @@ def redistribution_kind(source: Placement, target: Placement) -> str | None:
         return "slice"
     if isinstance(source, Partial):
         return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter"
-    return "all_gather" if isinstance(target, Replicate) else "all_to_all"
+    is_whole = isinstance(target, Replicate) or dim_of(source) == dim_of(target)
+    return "all_gather" if is_whole else "all_to_all"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,11 @@ from lightning_autoparallel.pipeline.fastest_plan import (
     fastest,
 )
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
+from lightning_autoparallel.pipeline.lighter_plan import CHECKPOINTING, find_lighter
 from lightning_autoparallel.pipeline.memory_budget import budget_bytes
 from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
+from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, remedies
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
 from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.step_calls import StepCall
 
 
-CHECKPOINTING = ("none", "selective", "layer:2", "full")  # what ``auto`` tries, the least recomputation first
 _A_LITTLE_MORE, _A_LITTLE_LESS = 1.01, 0.999  # than what is missing, or was there: then it ends
 _ROUNDS = 4
 
@@ -72,10 +74,10 @@ class FoundPlan:
     """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
 
     ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
-    ``predicted_bytes``, and passes made it ``missing_bytes`` more, in so many ``rounds``. It is for a module whose
-    parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for. ``state`` is what
-    optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may take as it is.
-    ``calls`` are those of modules, in a training that runs no whole step.
+    ``predicted_bytes`` and ``predicted_us`` a step, and passes made it ``missing_bytes`` more, in so many ``rounds``.
+    It is for a module whose parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
+    ``state`` is what optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may
+    take as it is. ``calls`` are those of modules, in a training that runs no whole step.
     """
 
     spec: PlanSpec | None = None
@@ -84,6 +86,7 @@ class FoundPlan:
     policy: str | CheckpointFunction | None = None
     budget_bytes: float = math.inf
     predicted_bytes: float = 0.0
+    predicted_us: float | None = None
     missing_bytes: float = 0.0
     rounds: int = 0
     is_open: bool = True
@@ -237,17 +240,32 @@ def find_plan_of(
     found.pins = staying(context, followers, layouts)
     found.state, found.why_unknown = context.control.gather(optimizers)[0]
     refused: list[str] = []
+    shortfall: Shortfall | None = None
     with context.progress.stage(f"find a plan for {captured.name}"):
-        for policy in policies:
+        for place, policy in enumerate(policies):
             try:
-                return _find_within(captured, context, costs, policy, budget, layouts)
+                step = _find_within(captured, context, costs, policy, budget, layouts)
+                if place == 0:
+                    return step
+                within = partial(_find_within, captured, context, costs, budget_bytes=budget, layouts=layouts)
+                return find_lighter(captured, context, costs, CHECKPOINTING[place], step, within, budget)
             except Exception as error:
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before
                 if not isinstance(error, InfeasiblePlanError):
                     raise
-                refused.append(f"with activation_checkpointing {policy!r}: {error}")
+                refused.append(f"with activation_checkpointing {policy_name(policy)!r}: {error}")
+                shortfall = error.shortfall if isinstance(error, TooLargeError) else None
+    if shortfall is not None:
+        refused.append(_what_would_do(shortfall, context, policies[-1]))
     raise InfeasiblePlanError("; ".join(refused))
+
+
+def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:
+    """Changes after which the leanest plan would fit, which recomputes as ``policy`` says."""
+    stronger = CHECKPOINTING[CHECKPOINTING.index(policy) + 1 :] if policy in CHECKPOINTING else ("full",)
+    saved_with = partial(saved_values, shortfall.captured, context.config.reshard_after_forward)
+    return remedies(shortfall, context.mesh, stronger, saved_with)
 
 
 def _settings(context: StageContext, costs: CostModel) -> dict[str, object]:
@@ -272,13 +290,13 @@ def _find_within(
     """The plan with this policy; what passes make of its step, where they were asked.
 
     Raises:
-        InfeasiblePlanError: there is none that fits.
+        InfeasiblePlanError: there is none that fits; a TooLargeError where the passes say so.
     """
     found, room_bytes = context.found, budget_bytes
     saved = _saved(captured, context, policy)
     seen: list[PlanSpec] = []
-    over: InfeasiblePlanError | None = None
-    found.policy = policy
+    over: TooLargeError | None = None
+    found.policy, found.predicted_us = policy, None
     found.question = Question.of(found.asked(context.config.plan), context.mesh, costs, found.budget_bytes, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     reserved = 1 + (costs.hardware.reserved_share or 0.0)
@@ -305,14 +323,25 @@ def _find_within(
         if taken is not None:
             _hold(found, taken.answer)
             found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes
+            found.predicted_us = taken.forecast.time_us
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
             found.notes = (*found.notes, *choice_note(contenders, taken), *contest.left_out, note)
             return taken.forecast.step
         seen += [answer.spec for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
-        activations = saved_bytes(captured, plans[answers.index(leanest.answer)], saved)
-        over = InfeasiblePlanError(why_over(captured, leanest, activations, reserved, budget_bytes))
+        plan = plans[answers.index(leanest.answer)]
+        activations = saved_bytes(captured, plan, saved)
+        shortfall = Shortfall(
+            captured=captured,
+            plan=plan,
+            needed_bytes=leanest.needed_bytes,
+            kept_bytes=leanest.kept_bytes,
+            saved=saved,
+            reserved=reserved,
+            budget_bytes=budget_bytes,
+        )
+        over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it
             stays_bytes = leanest.kept_bytes + sum(activations.values())
@@ -366,6 +395,7 @@ def _solved(
         explains=context.config.explain is not None,
         saved=saved,
         state=context.found.state,
+        gathered_again=context.config.reshard_after_forward,
     )
     answers = []
     for plan in plans:

@@ -176,6 +176,11 @@ def _on_axes(event: TimelineEvent, axes_by_group: Mapping[str, str]) -> Timeline
     return replace(event, stream=axes_by_group.get(event.stream, event.stream))
 
 
+def global_rows(captured: CapturedGraph) -> int | None:
+    """Rows of the global batch of a step; None where no dim of the batch is known to be rows."""
+    return _global_batch(captured)[0]
+
+
 def _global_batch(captured: CapturedGraph) -> tuple[int | None, int | None]:
     """Rows of the global batch, and its tokens: the elements of the largest matrix of indices in it.
 

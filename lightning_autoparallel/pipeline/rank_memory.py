@@ -23,6 +23,17 @@ def kept_bytes(captured: CapturedGraph, plan: ShardingPlan, state: OptimizerStat
     return sum(stored_bytes(captured, plan).values()) + kept
 
 
+def may_be_spared_bytes(captured: CapturedGraph, plan: ShardingPlan, state: OptimizerState, ranks: int) -> float:
+    """Of parameters, gradients and the optimizer's state on a rank, what is more than its share of them."""
+    trained = stored_bytes(captured, plan, trained_only=True)
+    spared = 0.0
+    for node, item in zip(captured.graph_module.graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
+        if item.kind == "parameter" and item.name in trained:
+            share = fxn.size_bytes(node.meta["val"]) / ranks
+            spared += max(trained[item.name] - share, 0.0) * (2 + state.of(item.name))
+    return spared
+
+
 def most_bytes(captured: CapturedGraph) -> float:
     """More than a step can take: all that it ever makes, at once."""
     nodes = [node for node in captured.graph_module.graph.nodes if node.op == "call_function"]
@@ -50,7 +61,7 @@ def why_over(
     reserved: float,
     budget_bytes: float,
 ) -> str:
-    """Why the plan that takes least is too large, and what would make room."""
+    """Why the plan that takes least is too large."""
     kinds: Counter[str] = Counter()
     for node in captured.graph_module.graph.nodes:
         if node.name in activations:
@@ -59,13 +70,12 @@ def why_over(
     most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(_SHOWN))
     shares = leanest.forecast.largest
     largest = ", ".join(f"{share.name} of {share.module} {share.size_bytes / 2**30:.3g}" for share in shares)
-    remedy = "take fewer rows per rank (accumulate_grad_batches), or have more recomputed"
     if shares and shares[0].size_bytes > budget_bytes:
-        remedy = "no plan makes the first of them smaller: other axes of the mesh (tp) may, or a smaller module"
+        largest += ": no plan makes the first of them smaller, other axes of the mesh (tp) may, or a smaller module"
     total, peak = sum(activations.values()) * reserved, leanest.forecast.peak_bytes * reserved
     return (
         f"activations, gradients and what is gathered take {peak / 2**30:.3g} GiB of a rank at the step's peak, beside "
         f"{leanest.kept_bytes * reserved / 2**30:.3g} of parameters and the optimizer's state, of "
         f"{budget_bytes / 2**30:.3g} that it may use; what the backward reads is {total / 2**30:.3g} of it (most: "
-        f"{most}), the largest values are {largest}: {remedy}"
+        f"{most}), the largest values are {largest}"
     )

@@ -34,13 +34,13 @@ class SearchedAxis:
     axis: PlanAxis
 
     @cached_property
-    def kept_bytes(self) -> float:
-        """Of all parameters that were free, as they lie."""
-        return self.kept_with(self.search.taken)
+    def staying_bytes(self) -> float:
+        """Of parameters that were free, with what is kept of them, and of what the backward reads."""
+        return self.staying_with(self.search.taken)
 
-    def kept_with(self, taken: Sequence[int]) -> float:
+    def staying_with(self, taken: Sequence[int]) -> float:
         """The same in another solution."""
-        return sum(lying.size_bytes for lying in self.search.choices.lying(taken).values())
+        return sum(limit.staying_bytes(taken) for limit in self.search.problem.limits)
 
     def ways(self, node: fx.Node) -> tuple[int, list[str]]:
         """The number of a node's choice, and its alternatives as text; equal ones differ in what nobody asks for."""
@@ -80,10 +80,13 @@ def explain_found(searched: SearchedAxis, pattern: str, most_solves: int = MOST_
     costly = sorted(_groups(searched, calls, {}), key=lambda group: -_time_us(searched, group[1]))
     explained += [_explained(searched, others, what, group) for what, group in costly]
     cut_off = f", cut off after {most_solves}: name fewer" if others.is_spent else ""
+    rows = [axis.name for axis in searched.axes if axis.shards_batch and axis is not searched.axis]
+    settled = f"; over {', '.join(rows)} every call computes a rank's rows" if rows else ""
     note = (
         f"on {searched.axis.name}: each alternative is fixed and everything else solved again ({others.asked} solves"
-        f"{cut_off}); times of one step on one rank (predicted), bytes kept of parameters, gradients, moments"
-        f"; the plan itself takes at most {searched.search.gap_us:.1f} us more than the best"
+        f"{cut_off}); times of one step on one rank (predicted), bytes kept of parameters, gradients, moments, and "
+        f"activations that the backward reads; the plan itself takes at most {searched.search.gap_us:.1f} us more than "
+        f"the best{settled}"
     )
     return Explanation(pattern=pattern, choices=tuple(explained), note=note)
 
@@ -125,7 +128,7 @@ def _explained(searched: SearchedAxis, others: OtherSolutions, what: str, nodes:
         elif other.taken is None:
             found.append(OtherWay(way=way, ruled_out=other.ruled_out))
         else:
-            more_bytes = searched.kept_with(other.taken) - searched.kept_bytes
+            more_bytes = searched.staying_with(other.taken) - searched.staying_bytes
             found.append(OtherWay(way=way, more_us=other.more_us, more_bytes=more_bytes, proved=other.proved))
     found.sort(key=lambda one: one.more_us)
     found += _against_rules(searched, nodes[0])

@@ -43,9 +43,9 @@ class Lying:
     Its gradient ends as ``end``. ``update_us`` is the optimizer's time, and that of taking a rank's part of a gradient
     of which it has more; ``copied_us`` that of kernels that put together what was gathered along another dim than the
     first; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
-    takes, to gather again, where it reads the parameter, and to reduce the gradient. ``size_bytes`` is what stays on a
-    rank: the parameter, its gradient, and what an optimizer keeps of it; ``passing_bytes`` is there beside that while
-    its block is computed.
+    takes, to gather again what it reads, if it does, and to reduce the gradient. ``size_bytes`` is what stays on a
+    rank: the parameter, its gradient, what an optimizer keeps of it, and what stays gathered; ``passing_bytes`` is
+    there beside that while its block is computed.
     """
 
     computed: Placement
@@ -83,8 +83,12 @@ def free_parameters(
     mesh: ParallelMesh,
     costs: CostModel,
     state: OptimizerState = ADAMW,
+    gathered_again: bool = True,
 ) -> dict[fx.Node, FreeParameter]:
-    """Every parameter, in all the ways that it may lie on ``axis`` and on ``batch_axes``, which share out the batch."""
+    """Every parameter, in all the ways that it may lie on ``axis`` and on ``batch_axes``, which share out the batch.
+
+    What the backward reads is ``gathered_again`` for it, or stays on a rank as it was gathered for the forward.
+    """
     (output,) = captured.graph_module.graph.find_nodes(op="output")
     ends = zip(captured.outputs, output.args[0], strict=True)
     gradients: dict[str, fx.Node] = {item.name: node for item, node in ends if item.is_parameter_gradient}
@@ -93,7 +97,8 @@ def free_parameters(
     found = {}
     for node, name in parameters.items():
         gradient = gradients.get(name)
-        making = _Ways(axis, batch_axes, mesh, costs, sharing[fxn.block_of(name)], state.of(name))
+        shared = sharing[fxn.block_of(name)]
+        making = _Ways(axis, batch_axes, mesh, costs, shared, state.of(name), gathered_again)
         found[node] = FreeParameter(name=name, ways=making.of(node, gradient is not None), gradient=gradient)
     return found
 
@@ -109,9 +114,10 @@ class _Ways:
         costs: CostModel,
         sharing: int,
         state_per_byte: float,
+        gathered_again: bool,
     ) -> None:
         self._axis, self._batch_axes, self._mesh, self._costs = axis, list(batch_axes), mesh, costs
-        self._sharing, self._state_per_byte = sharing, state_per_byte
+        self._sharing, self._state_per_byte, self._gathered_again = sharing, state_per_byte, gathered_again
 
     def of(self, node: fx.Node, is_trained: bool) -> tuple[Lying, ...]:
         value = node.meta["val"]
@@ -196,16 +202,21 @@ class _Ways:
         gathered_us = self._moving_us("all_gather", used_bytes / own, cutting)
         reduced_us = self._reduced_us(size_bytes / own, stored, end) if is_trained else 0.0
         copied_us = self._costs.hardware.copy_time_us(used_bytes / own) if any(stored.values()) else 0.0
+        is_gathered_again = is_read_again and self._gathered_again
+        stays_gathered = cutting and is_read_again and not self._gathered_again
         return Lying(
             computed=computed,
             stored=stored,
             end=end,
             update_us=self._update_us(kept_bytes, stored, end) if is_trained else 0.0,
-            copied_us=copied_us * (2 if is_read_again else 1),
+            copied_us=copied_us * (2 if is_gathered_again else 1),
             gathered_us=gathered_us,
-            reduced_us=(gathered_us if is_read_again else 0.0) + reduced_us,
-            size_bytes=kept_bytes * (_COPIES + self._state_per_byte if is_trained else 1),
-            passing_bytes=_passing_bytes(size_bytes / own, used_bytes / own, kept_bytes, is_trained),
+            reduced_us=(gathered_us if is_gathered_again else 0.0) + reduced_us,
+            size_bytes=kept_bytes * (_COPIES + self._state_per_byte if is_trained else 1)
+            + (used_bytes / own if stays_gathered else 0.0),
+            passing_bytes=_passing_bytes(
+                size_bytes / own, 0.0 if stays_gathered else used_bytes / own, kept_bytes, is_trained
+            ),
         )
 
     def _update_us(self, kept_bytes: float, stored: Mapping[str, int], end: Placement) -> float:

@@ -98,6 +98,7 @@ class _Planning:
     with_others: bool
     saved: Collection[str]
     state: OptimizerState
+    gathered_again: bool
 
     @property
     def rules(self) -> tuple[PlanRule, ...]:
@@ -138,15 +139,17 @@ def make_plans(
     with_others: bool = True,
     saved: Collection[str] = (),
     state: OptimizerState = ADAMW,
+    gathered_again: bool = True,
 ) -> tuple[ShardingPlan, ...]:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
     What it finds is followed by others, unlike it and nearly as good, if it is to be; any other plan is one.
 
     Of what it finds, parameters with their gradients and the ``state`` of their optimizers, what is ``saved`` for the
-    backward (by names of nodes), and what is gathered for a block at a time, have ``room_bytes`` on a rank. A plan that
-    ``computes_whole`` gathers every parameter that it uses, whatever rules say of how to compute with it. What was
-    found ``explains`` itself if that is asked for, which keeps all that there was to choose from.
+    backward (by names of nodes), and what is gathered for a block at a time, have ``room_bytes`` on a rank. Parameters
+    are ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole`` gathers every
+    parameter that it uses, whatever rules say of how to compute with it. What was found ``explains`` itself if that is
+    asked for, which keeps all that there was to choose from.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -174,6 +177,7 @@ def make_plans(
         with_others=with_others,
         saved=saved,
         state=state,
+        gathered_again=gathered_again,
     )
     return tuple(_plan(planning, shapes, solved, found, explains) for solved, found in _solve_axes(planning))
 
@@ -260,7 +264,16 @@ def _find(
 ) -> list[_Found]:
     """What is best on one axis, and others if asked; parameters that rules name lie as those say."""
     batch = [other for other in planning.axes if other.shards_batch]
-    every = free_parameters(planning.captured, planning.placeholders, axis, batch, planning.mesh, costs, planning.state)
+    every = free_parameters(
+        planning.captured,
+        planning.placeholders,
+        axis,
+        batch,
+        planning.mesh,
+        costs,
+        planning.state,
+        planning.gathered_again,
+    )
     free = allowed_ways(every, planning.rules, planning.axes)
     problem = _axis_problem(planning, axis, position, others)
     saved = tuple(producer_of(node) for node in problem.graph.nodes if node.name in planning.saved)

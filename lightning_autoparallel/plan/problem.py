@@ -100,7 +100,11 @@ class Limit:
     def size_bytes(self, taken: Sequence[int]) -> float:
         """Of what ``taken`` has, the alternative of every choice."""
         passing = (_sum_of(sizes, taken) for sizes in self.passing_bytes)
-        return _sum_of(self.sizes_bytes, taken) + max(passing, default=0.0)
+        return self.staying_bytes(taken) + max(passing, default=0.0)
+
+    def staying_bytes(self, taken: Sequence[int]) -> float:
+        """Of what stays through the step."""
+        return _sum_of(self.sizes_bytes, taken)
 
 
 def _sum_of(sizes_bytes: Sizes, taken: Sequence[int]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
 from lightning_autoparallel.strategy.early_gradients import keeps_gradients
-from lightning_autoparallel.strategy.mesh_search import meshes
+from lightning_autoparallel.strategy.mesh_search import meshes, other_splits
 from lightning_autoparallel.strategy.one_rank import OneRankStrategy
 from lightning_autoparallel.strategy.planned_device import CPU, PlannedDevice, lying_on
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
@@ -70,6 +71,7 @@ class PlanningStrategy(OneRankStrategy):
         if self.planned_for.is_missing and self.config.hardware is None:
             self.predict_for(detected_hardware(device).name)  # asked now: later there seems to be a GPU
         self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
+        self.others_like = partial(other_splits, self.config.plan, ranks_per_node)
         self.global_batch_size = _checked_rows(global_batch_size, searches)
         self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any
         self.left_out: Sequence[Callback] = ()  # of the training's callbacks

@@ -1,4 +1,8 @@
-"""``mesh="auto"`` of planning: the step is planned on every mesh that the ranks can form, and the meshes are ranked."""
+"""``mesh="auto"`` of planning: the step is planned on the meshes that the ranks can form, and the meshes are ranked.
+
+First ``dp_replicate`` is what goes between nodes, for every ``tp``; then, for the ``tp`` of the best, other ways to
+share its ranks out between ``dp_replicate`` and ``dp_shard`` are planned too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from lightning_autoparallel.contracts import MeshTrial, PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, InfeasiblePlanError
 
 USABLE = 0.9  # of a device's memory, as where a plan is found
+MOST_SPLITS = 6  # of data-parallel ranks, beside that by nodes: a large model's plan takes half a minute on each
 
 
 def meshes(plan: PlanSpec, world_size: int, ranks_per_node: int) -> tuple[MeshSpec, ...]:
@@ -21,18 +26,39 @@ def meshes(plan: PlanSpec, world_size: int, ranks_per_node: int) -> tuple[MeshSp
     """
     node = math.gcd(world_size, ranks_per_node)
     cuts = [size for size in range(1, node + 1) if node % size == 0] if _uses(plan, "tp") else [1]
-    apart = plan.base in ("hsdp", AUTO) or "dp_replicate" in plan.axes()
     found = []
     for tensor_parallel in cuts:
         ranks = world_size // tensor_parallel
         inside = node // tensor_parallel
         data_parallel: list[tuple[tuple[str, int], ...]] = [(("dp_shard", ranks),)]
-        if apart and 1 < inside < ranks:
+        if _apart(plan) and 1 < inside < ranks:
             data_parallel.append((("dp_replicate", ranks // inside), ("dp_shard", inside)))
         for axes in data_parallel:
             shares = tuple((name, size) for name, size in axes if size > 1)
             found.append((*shares, ("tp", tensor_parallel)) if tensor_parallel > 1 else shares or axes)
     return tuple(dict.fromkeys(MeshSpec(axes=axes) for axes in found))
+
+
+def other_splits(plan: PlanSpec, ranks_per_node: int, mesh: MeshSpec) -> tuple[MeshSpec, ...]:
+    """Meshes with the ``tp`` of this one and other sizes of ``dp_replicate`` and ``dp_shard`` than ``meshes`` gives it.
+
+    Those come first whose shards are most like the part of a node that is not ``tp``'s.
+    """
+    if not _apart(plan):
+        return ()
+    sizes = dict(mesh.axes)
+    tensor_parallel = sizes.get("tp", 1)
+    ranks = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    inside = math.gcd(ranks * tensor_parallel, ranks_per_node) // tensor_parallel
+    shards = [size for size in range(2, ranks) if ranks % size == 0 and size != inside]
+    nearest = sorted(shards, key=lambda size: abs(math.log(size / inside)))[:MOST_SPLITS]
+    inner = (("tp", tensor_parallel),) if tensor_parallel > 1 else ()
+    return tuple(MeshSpec(axes=(("dp_replicate", ranks // size), ("dp_shard", size), *inner)) for size in nearest)
+
+
+def _apart(plan: PlanSpec) -> bool:
+    """Whether a plan treats ``dp_replicate`` and ``dp_shard`` apart."""
+    return plan.base in ("hsdp", AUTO) or "dp_replicate" in plan.axes()
 
 
 def _uses(plan: PlanSpec, axis: str) -> bool:
@@ -44,12 +70,14 @@ def search(
     plan_on: Callable[[MeshSpec], PlanReport],
     global_batch_size: int | None,
     budget_gib: float | None,
+    others_like: Callable[[MeshSpec], Sequence[MeshSpec]] = lambda mesh: (),
 ) -> PlanReport:
     """The report of the mesh predicted to take least time per sample of those that fit, with all meshes ranked.
 
     Args:
         candidates: the meshes to try.
         plan_on: plans the step on one of them.
+        others_like: more meshes to try, like the best of the candidates.
         global_batch_size: rows of one optimizer step; a mesh must get there by whole micro-batches.
         budget_gib: what a rank may use; nine tenths of the device's memory if None.
 
@@ -59,22 +87,34 @@ def search(
     """
     reports: dict[MeshSpec, PlanReport] = {}
     trials: list[MeshTrial] = []
-    for mesh in candidates:
+
+    def try_on(mesh: MeshSpec) -> None:
         try:
             report = plan_on(mesh)
         except CaptureError:
             raise
         except AutoParallelError as error:  # this mesh will not do; another may
             trials.append(MeshTrial(mesh=dict(mesh.axes), fits=False, why_not=str(error)))
-            continue
+            return
         reports[mesh] = report
         trials.append(_trial(mesh, report, global_batch_size, budget_gib))
-    ranked = sorted(trials, key=lambda one: (not one.fits, one.us_per_sample or math.inf))
+
+    for mesh in candidates:
+        try_on(mesh)
+    best = _ranked(trials)[0]
+    for mesh in others_like(MeshSpec(axes=tuple(best.mesh.items()))) if best.fits else ():
+        try_on(mesh)
+    ranked = _ranked(trials)
     if not ranked[0].fits:
         reasons = "; ".join(f"{MeshSpec(axes=tuple(one.mesh.items()))}: {one.why_not}" for one in ranked)
         raise InfeasiblePlanError(f"no mesh of these ranks will do. {reasons}")
-    best = reports[MeshSpec(axes=tuple(ranked[0].mesh.items()))]
-    return replace(best, meshes=tuple(ranked))
+    report = reports[MeshSpec(axes=tuple(ranked[0].mesh.items()))]
+    return replace(report, meshes=tuple(ranked))
+
+
+def _ranked(trials: Sequence[MeshTrial]) -> list[MeshTrial]:
+    """The fastest of those that fit first."""
+    return sorted(trials, key=lambda one: (not one.fits, one.us_per_sample or math.inf))
 
 
 def _trial(mesh: MeshSpec, report: PlanReport, global_batch_size: int | None, budget_gib: float | None) -> MeshTrial:

@@ -73,14 +73,16 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
     if not strategy.candidates:
         return _plan_once(trainer, strategy, module, datamodule)
 
-    with strategy.progress.stage("search for a mesh", len(strategy.candidates)) as running:
+    others = len(strategy.others_like(strategy.candidates[0]))
+    with strategy.progress.stage("search for a mesh", len(strategy.candidates) + others) as running:
 
         def plan_on(mesh: MeshSpec) -> PlanReport:
             running.advance(str(mesh))
             strategy.plan_for(mesh)
             return _plan_once(trainer, strategy, module, datamodule)
 
-        return search(strategy.candidates, plan_on, strategy.global_batch_size, strategy.config.memory_budget_gib)
+        budget_gib = strategy.config.memory_budget_gib
+        return search(strategy.candidates, plan_on, strategy.global_batch_size, budget_gib, strategy.others_like)
 
 
 def _plan_once(

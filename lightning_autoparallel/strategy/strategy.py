@@ -72,11 +72,11 @@ class AutoParallelStrategy(SavingStrategy):
         reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
-            matmul and the first residual sum of each block; blocks are repeated modules, found by their paths. A
-            function is given a ``NodeInfo`` for each operator and returns ``"save"``, ``"recompute"``, or
-            ``"prefer_recompute"``: save only what code outside the block reads. Regions of
-            ``torch.utils.checkpoint`` in the model stay as they are. ``"auto"`` recomputes as little as has plan
-            ``"auto"`` fit the memory of a rank.
+            matmul and the first residual sum of each block; blocks are repeated modules, found by their paths, and
+            ``"encoder.*=full, decoder.*=none"`` gives kinds of them their own. A function is given a ``NodeInfo`` for
+            each operator and returns ``"save"``, ``"recompute"``, or ``"prefer_recompute"``: save only what code
+            outside the block reads. Regions of ``torch.utils.checkpoint`` in the model stay as they are. ``"auto"``
+            recomputes as little as has plan ``"auto"`` fit the memory of a rank, of each kind of block by itself.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
         max_captures: how many kinds of batches and branches of a step are captured before it runs in forward mode, or,
             where ``capture="step"`` asks for whole steps only, is captured from the start again.

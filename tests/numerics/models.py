@@ -210,6 +210,27 @@ class MaskedAttention(Trained):
         return F.mse_loss(pooled, y)
 
 
+class RoutedExperts(Trained):
+    """Two of four experts for every token, all of them computed, and a loss that balances them over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.router = nn.Embedding(40, 16), nn.Linear(16, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 32) / 4), nn.Parameter(torch.randn(4, 32, 16) / 6)
+        self.head = nn.Linear(16, 40)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        x = self.embedding(tokens).flatten(0, 1)
+        scores = self.router(x).softmax(-1)
+        best, chosen = scores.topk(2, dim=-1)
+        gates = torch.zeros_like(scores).scatter(1, chosen, best / best.sum(-1, keepdim=True))
+        inner = F.silu(torch.einsum("td,edf->tef", x, self.up))
+        mixed = torch.einsum("te,tef,efd->td", gates, inner, self.down)
+        balance = (scores.mean(0) * (gates > 0).float().mean(0)).sum()
+        return F.cross_entropy(self.head(x + mixed), targets.flatten()) + 0.1 * balance
+
+
 def _tokens(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=generator)
 
@@ -238,6 +259,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[torch.Generator
             "y": torch.randn(n, 4, generator=g),
         },
     ),
+    "experts": (RoutedExperts, lambda g, n: (_tokens(g, n, 6, 40), _tokens(g, n, 6, 40))),
     "boring": (BoringModel, lambda g, n: torch.randn(n, 32, generator=g)),
     "convnet": (
         ConvNet,

@@ -77,6 +77,8 @@ RULES: dict[str, Rules] = {
         "second.0.weight": _COLUMN,
         "second.2.weight": _COLUMN,
     },
+    # Each rank has some of the experts.
+    "experts": {"up": _COLUMN, "down": _COLUMN, "head.weight": _COLUMN},
     "boring": {"layer.weight": _ROW},
     # Convolutions compute with whole weights; what follows them is cut.
     "convnet": {"head.weight": _ROW, "outputs:features": {"tp": "S(1)"}},

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from torch import fx
+from torch.distributed.tensor.placement_types import Partial
 
 from lightning_autoparallel.apply.group_choice import Groups, WarnOnce
 from lightning_autoparallel.apply.redistribution_steps import COLLECTIVES, plan_steps
+from lightning_autoparallel.cost.placement import redistribution_kind
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import explicit
 from tests.support.placements import AVG, MAX, MIN, P, R, S
@@ -98,6 +100,18 @@ def test_the_graph_has_the_collectives_that_were_planned():
 )
 def test_over_one_axis(source, target, expected: list[str]):
     assert [kind for kind, _ in launched(((source,), (target,)), 2)] == expected
+
+
+def test_what_plans_price_is_what_is_launched():
+    """On one axis the kind of a move, by which plans price it, is that of the graph's collective, or there is none."""
+    priced = {
+        (source, target): redistribution_kind(source, target)
+        for (source,), (target,) in pairs_over(1)
+        if not isinstance(target, Partial)
+    }
+    kinds = {pair: [kind for kind, _ in launched(tuple((side,) for side in pair), 2)] for pair in priced}
+    assert kinds == {pair: [] if kind in (None, "slice") else [kind] for pair, kind in priced.items()}
+    assert {"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", None} == set(priced.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from lightning_autoparallel.cli.compare import Difference, check_comparable, cost_rows, differences
+from lightning_autoparallel.cli.compare import (
+    Difference,
+    check_comparable,
+    comparison_tables,
+    cost_rows,
+    differences,
+    kind_rows,
+)
 from lightning_autoparallel.cli.report_file import figures_of, read_report
 from lightning_autoparallel.errors import ConfigError
 
@@ -67,6 +74,27 @@ def test_costs_are_this_other_and_their_difference() -> None:
         ("optimizer", "unknown", "7 B", "unknown"),
         ("peak, with parameters and optimizer", "4.0 KiB", "4.0 KiB", "0 B"),
     ]
+
+
+def module(path: str, saved: int, launches: int, graph: str = "forward") -> dict[str, Any]:
+    counted = {"all_gather": {"tp": {"count": launches, "bytes": 100 * launches}}}
+    return {"path": path, "saved_bytes": saved, "collectives": {graph: counted} if launches else {}}
+
+
+def test_kinds_of_modules_that_save_or_move_otherwise() -> None:
+    """By hand: two norms more in the sum of a kind; what is alike is left out, and graphs of evaluation are no step."""
+    alike = module("head", 8, 3)
+    layers = [module(f"layers.{i}.norm", 10, 1) for i in range(2)]
+    here = {**REPORT, "modules": [*layers, alike, module("extra", 0, 9, "inference")]}
+    there = {**REPORT, "modules": [module("layers.0.norm", 5, 1, "backward"), alike, module("", 600, 0)]}
+    assert list(kind_rows(figures_of(here), figures_of(there))) == [
+        ("the step itself", "saved for the backward", "0 B", "600 B", "-600 B"),
+        ("layers.*.norm", "saved for the backward", "20 B", "5 B", "+15 B"),
+        ("layers.*.norm", "collectives", "2", "1", "+1"),
+        ("layers.*.norm", "bytes moved", "200 B", "100 B", "+100 B"),
+    ]
+    assert list(kind_rows(figures_of(here), figures_of(here))) == []
+    assert [len(comparison_tables(figures_of(here), figures_of(other))) for other in (there, REPORT)] == [3, 2]
 
 
 def test_a_graph_without_predictions_leaves_times_unknown() -> None:

@@ -240,10 +240,12 @@ def test_meshes_are_ranked_and_written(tmp_path, capsys):
     title = lines.index("Meshes, by predicted time per sample")
     report = json.loads((tmp_path / "r.json").read_text())
     trials = report["meshes"]
-    assert [trial["samples"] * trial["accumulation"] for trial in trials] == [16, 16, 16]
-    assert {tuple(trial["mesh"].values()) for trial in trials} == {(4,), (2, 2), (4,)}
+    assert [trial["samples"] * trial["accumulation"] for trial in trials] == [16] * 4
+    by_nodes = ["dp_shard 4", "dp_shard 2, tp 2", "tp 4"]
+    tried = [", ".join(f"{axis} {size}" for axis, size in trial["mesh"].items()) for trial in trials]
+    assert sorted(tried) == sorted([*by_nodes, "dp_replicate 2, dp_shard 2"]), "the best has four ranks on dp_shard"
     named = [", ".join(f"{axis}: {size}" for axis, size in trial["mesh"].items()) for trial in trials]
-    shown_below = lines[title + 1 : title + 9]
+    shown_below = lines[title + 1 : title + 10]
     places = [next(i for i, line in enumerate(shown_below) if line.startswith(name)) for name in named]
     assert places == sorted(places)
     assert report["mesh"] == trials[0]["mesh"]

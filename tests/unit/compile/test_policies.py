@@ -124,7 +124,10 @@ def recomputed_blocks(partitioned: PartitionedGraph) -> list[str]:
     return [block for i, block in enumerate(order) if i == 0 or order[i - 1] != block]
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "layer:2", "selective", recompute_all], ids=name_of)
+BY_KIND = "layers.*=full, layers.[01]=selective, layers.3=none"
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "layer:2", "selective", BY_KIND, recompute_all], ids=name_of)
 def test_every_policy_gives_the_same_bits(llama: Step, policy: Any):
     for ours, theirs in zip(run_halves(llama, llama.split(policy)), run_joint(llama), strict=True):
         assert torch.equal(ours, theirs)
@@ -165,6 +168,24 @@ def test_recomputed_values_die_with_their_block(llama: Step):
 def test_every_nth_block_is_recomputed(llama: Step):
     assert recomputed_blocks(llama.split("layer:2")) == ["layers.3", "layers.1"]
     assert recomputed_blocks(llama.split("layer:9")) == []
+
+
+def test_blocks_have_the_policy_of_the_last_pattern_that_matches(llama: Step):
+    """Each is split as it is where all blocks have its policy."""
+    mixed = saved_in_blocks(llama.split(BY_KIND))
+    for policy, mine in (("selective", ("layers.0", "layers.1")), ("full", ("layers.2",)), ("none", ("layers.3",))):
+        alone = saved_in_blocks(llama.split(policy))
+        assert [alone[block] for block in mine] == [mixed[block] for block in mine]
+
+
+def saved_in_blocks(partitioned: PartitionedGraph) -> dict[str, set[str]]:
+    blocks = find_blocks(partitioned.forward.graph.nodes)
+    saved = saved_of(partitioned)
+    return {block: {node.name for node in saved if blocks.get(node) == block} for block in BLOCKS}
+
+
+def test_a_block_that_no_pattern_names_is_saved(llama: Step):
+    assert recomputed_blocks(llama.split("layers.1=full")) == ["layers.1"]
 
 
 def test_selective_saves_attention_every_second_matmul_and_the_first_residual(llama: Step):
@@ -227,7 +248,15 @@ def test_a_function_that_gives_something_else_is_refused(llama: Step, answer: An
 
 @pytest.mark.parametrize(
     ("policy", "hint"),
-    [("selektive", "'selective'"), ("layers:2", "'layer:2'"), ("layer:0", "'layer:2'"), (3, "write 'none'")],
+    [
+        ("selektive", "'selective'"),
+        ("layers:2", "'layer:2'"),
+        ("layer:0", "'layer:2'"),
+        (3, "write 'none'"),
+        ("layers.*=ful", "'full'"),
+        ("layers.*=auto", "for each kind of block"),
+        ("layers.*=full, head", "for each kind of block"),
+    ],
 )
 def test_a_name_that_is_none_is_refused(policy: Any, hint: str):
     with pytest.raises(ConfigError, match=f"unknown activation_checkpointing .*{hint}"):

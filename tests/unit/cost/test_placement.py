@@ -66,6 +66,8 @@ KINDS = {
     (S(0), R): "all_gather",
     (S(0, 2), R): "all_gather",
     (S(0), S(1)): "all_to_all",
+    (S(0), S(0, 2)): "all_gather",
+    (S(1, 2), S(1)): "all_gather",
 }
 
 

@@ -59,6 +59,24 @@ def test_every_fifth_of_three_blocks(fake_mesh: Callable[..., ParallelMesh]):
     )
 
 
-@pytest.mark.parametrize(("layers", "policy"), [(1, "none"), (3, "full"), (3, "selective"), (3, "layer:3")])
+@pytest.mark.parametrize(
+    ("policy", "idle"),
+    [
+        ("layer.*=full", "layer.*=full"),
+        ("layers.1=full, layers.*=none", "layers.1=full"),
+        ("layers.*=full, layers.7=none", "layers.7=none"),
+    ],
+)
+def test_a_pattern_that_names_no_block(policy: str, idle: str, fake_mesh: Callable[..., ParallelMesh]):
+    (message,) = told(3, policy, fake_mesh)
+    assert message == (
+        f"activation_checkpointing: {idle} has no effect: it names none of the step's blocks, or a later pattern does "
+        "(layers.0, layers.1, layers.2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "policy"), [(1, "none"), (3, "full"), (3, "selective"), (3, "layer:3"), (3, "layers.*=full")]
+)
 def test_policies_with_an_effect_say_nothing(layers: int, policy: str, fake_mesh: Callable[..., ParallelMesh]):
     assert told(layers, policy, fake_mesh) == []

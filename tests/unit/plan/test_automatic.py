@@ -254,6 +254,22 @@ def test_a_table_is_gathered_once_and_a_matrix_for_the_backward_too(fake_mesh) -
     assert matrix.reduced_us - table.reduced_us == pytest.approx(table.gathered_us)
 
 
+def test_what_stays_gathered_is_gathered_once_and_has_room_until_the_backward(fake_mesh) -> None:
+    """By hand: beside a quarter of four copies in float32 a rank holds all of the matrix, and scatters a gradient."""
+    mesh = fake_mesh(dp_shard=4)
+    graph = captured(Table(), torch.zeros(8, 4, dtype=torch.long), shards=4)
+    placeholders = dict(zip(graph.graph_module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
+    (axis,) = plan_axes("auto", mesh)
+    free = free_parameters(graph, placeholders, axis, [axis], mesh, costs_of(mesh), gathered_again=False)
+    ways = {one.name: {bool(way.stored): way for way in one.ways} for one in free.values()}
+    table, matrix = ways["table.weight"], ways["matrix.weight"]
+    assert matrix[True].reduced_us == table[True].reduced_us
+    whole = 64 * 16 * 4
+    assert (table[True].size_bytes, matrix[True].size_bytes) == (whole, 2 * whole)
+    assert (table[True].passing_bytes, matrix[True].passing_bytes) == (2 * whole + whole * 3 / 4, whole * 3 / 4)
+    assert (table[False].size_bytes, matrix[False].size_bytes) == (4 * whole, 4 * whole)
+
+
 def test_rows_that_do_not_divide_are_padded_or_columns_are_put_together_by_a_copy(fake_mesh) -> None:
     """By hand: of 66 rows of 16 a rank of 4 keeps 17, or 4 columns of all; the copy is of all, in float32."""
     mesh = fake_mesh(dp_shard=4)

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy, plan
-from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.config import MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, InfeasiblePlanError
-from lightning_autoparallel.strategy.mesh_search import meshes
+from lightning_autoparallel.strategy.mesh_search import MOST_SPLITS, meshes, other_splits
 
 BATCH = (torch.zeros(4, 64), torch.zeros(4, 64))
 
@@ -68,9 +68,30 @@ def test_one_rank_has_one_mesh() -> None:
     assert axes(PlanSpec.parse("auto"), 1, 8) == [{"dp_shard": 1}]
 
 
+def others(plan: str, ranks_per_node: int, **mesh: int) -> list[dict[str, int]]:
+    found = other_splits(PlanSpec.parse(plan), ranks_per_node, MeshSpec(axes=tuple(mesh.items())))
+    return [dict(each.axes) for each in found]
+
+
+def test_the_ranks_of_the_best_mesh_are_shared_out_otherwise_too() -> None:
+    """The split by nodes has been tried: those nearest to it come first."""
+    assert others("auto", 4, dp_shard=16) == [
+        {"dp_replicate": 8, "dp_shard": 2},
+        {"dp_replicate": 2, "dp_shard": 8},
+    ]
+    inner = {"tp": 2}
+    assert others("auto", 4, dp_replicate=4, dp_shard=2, **inner) == [{"dp_replicate": 2, "dp_shard": 4, **inner}]
+    assert len(others("hsdp", 8, dp_shard=2**12)) == MOST_SPLITS
+    assert others("fsdp", 4, dp_shard=16) == others("auto", 4, dp_shard=2, tp=4) == others("auto", 8, tp=8) == []
+
+
 def test_each_mesh_is_planned_as_if_it_had_been_given() -> None:
     report = planned("auto", plan="auto")
-    assert len(report.meshes) == 5
+    tried = [dict(trial.mesh) for trial in report.meshes]
+    nodes = axes(PlanSpec.parse("auto"), 8, 4)
+    first = next(mesh for mesh in tried if mesh in nodes)
+    more = [mesh for mesh in others("auto", 4, **first) if mesh not in nodes]
+    assert sorted(map(str, tried)) == sorted(map(str, [*nodes, *more]))
     for trial in report.meshes:
         alone = planned(dict(trial.mesh), plan="auto")
         assert trial.step_time_us == pytest.approx(alone.step_time_us)

@@ -1,0 +1,146 @@
+"""Where no plan fits a rank: which single change would make the leanest one fit, by estimate.
+
+Fewer rows and more recomputing shrink what the backward reads; more ranks shrink their shards. Everything else is taken
+to stay as it is, so that a change mostly leaves more room than is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.placements import is_shard
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.predict import global_rows, stored_bytes
+from lightning_autoparallel.pipeline.rank_memory import saved_bytes
+
+_MOST_TIMES = 64  # as many ranks
+_AT_ONCE = 3  # whole copies of a block's parameters: gathered, the next one's, and gradients
+SavedWith = Callable[[str], Collection[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """The leanest plan of a step, for which a rank needs more than the ``budget_bytes`` that it may use.
+
+    ``kept_bytes`` are those of parameters and the optimizer's state, ``saved`` the values that its backward reads.
+    ``reserved`` is what an allocator holds for a byte that is alive.
+    """
+
+    captured: CapturedGraph
+    plan: ShardingPlan
+    needed_bytes: float
+    kept_bytes: float
+    saved: Collection[str]
+    reserved: float
+    budget_bytes: float
+
+
+class TooLargeError(InfeasiblePlanError):
+    """No plan fits the memory of a rank: ``shortfall`` is that of the leanest one that was found."""
+
+    def __init__(self, message: str, shortfall: Shortfall) -> None:
+        super().__init__(message)
+        self.shortfall = shortfall
+
+
+def remedies(short: Shortfall, mesh: ParallelMesh, stronger: Collection[str], saved_with: SavedWith) -> str:
+    """Single changes after which the plan would fit, each with the GiB that a rank would need then.
+
+    ``stronger`` are policies that recompute more than was asked for, with which the backward reads ``saved_with``.
+    """
+    changes = [
+        *_recomputing(short, stronger, saved_with),
+        *_fewer_rows(short, mesh.data_parallel_size),
+        *_more_ranks(short, mesh),
+    ]
+    fitting = [f"{what} ({_gib(needed)} GiB)" for what, needed in changes if needed <= short.budget_bytes]
+    if fitting:
+        return f"by estimate one of these changes is enough: {', or '.join(fitting)}"
+    if not changes:
+        return "no change of recomputing, rows or ranks is known to help"
+    what, needed = min(changes, key=lambda change: change[1])
+    still = f"{what} still takes {_gib(needed)} GiB"
+    return f"no single change of recomputing, rows or ranks is enough by estimate: {still}"
+
+
+def _recomputing(short: Shortfall, stronger: Collection[str], saved_with: SavedWith) -> Iterator[tuple[str, float]]:
+    """The weakest policy that is enough, or else the strongest; one block at a time is there again."""
+    blocks = {node.name: fxn.block_of(fxn.module_path(node) or "") for node in short.captured.graph_module.graph.nodes}
+    for place, policy in enumerate(stronger):
+        less: Counter[str | None] = Counter()
+        spared = set(short.saved).difference(saved_with(policy))
+        for name, size in saved_bytes(short.captured, short.plan, spared).items():
+            less[blocks[name]] += int(size)
+        needed = short.needed_bytes - (less.total() - max(less.values(), default=0)) * short.reserved
+        if needed <= short.budget_bytes or place == len(stronger) - 1:
+            yield f"activation_checkpointing {policy!r}", needed
+            return
+
+
+def _fewer_rows(short: Shortfall, shards: int) -> Iterator[tuple[str, float]]:
+    """The fewest parts that the rows of a rank are taken in, or else one row at a time."""
+    rows = (global_rows(short.captured) or 0) // shards
+    of_rows = _bytes_of_rows(short)
+    for parts in (parts for parts in range(2, rows + 1) if rows % parts == 0):
+        needed = short.needed_bytes - of_rows * (1 - 1 / parts) * short.reserved
+        if needed <= short.budget_bytes or parts == rows:
+            what = f"{rows // parts} rows per rank, not {rows}, with accumulate_grad_batches {parts} times as large"
+            yield what, needed
+            return
+
+
+def _bytes_of_rows(short: Shortfall) -> float:
+    """Of the peak, what is neither gradients nor what is gathered for two blocks, and a gradient before it is reduced.
+
+    Those are reckoned as if nothing was cast for computing, which is the most that they may be.
+    """
+    shapes = zip(short.captured.graph_module.graph.find_nodes(op="placeholder"), short.captured.inputs, strict=True)
+    blocks: Counter[str | None] = Counter()
+    for node, item in shapes:
+        if item.kind == "parameter":
+            blocks[fxn.block_of(item.name)] += fxn.size_bytes(node.meta["val"])
+    passing = _AT_ONCE * max(blocks.values(), default=0)
+    gradients = _sum(stored_bytes(short.captured, short.plan, trained_only=True))
+    peak = short.needed_bytes / short.reserved - short.kept_bytes
+    return max(peak - gradients - passing, min(_saved_bytes(short), peak))
+
+
+def _more_ranks(short: Shortfall, mesh: ParallelMesh) -> Iterator[tuple[str, float]]:
+    """As few times more ranks on an axis as are enough, or else the most that are looked at."""
+    stays = short.kept_bytes + _sum(stored_bytes(short.captured, short.plan, trained_only=True))
+    yield _times_more(short, "dp_shard", stays)
+    for position, axis in enumerate(short.plan.axes):
+        if not axis.shards_batch:
+            cut = {name for name in short.saved if _is_cut(short.plan, name, position)}
+            yield _times_more(short, axis.name, stays + _sum(saved_bytes(short.captured, short.plan, cut)))
+
+
+def _times_more(short: Shortfall, axis: str, shared_out: float) -> tuple[str, float]:
+    times, needed = 1, math.inf
+    while needed > short.budget_bytes and times < _MOST_TIMES:
+        times *= 2
+        needed = short.needed_bytes - shared_out * (1 - 1 / times) * short.reserved
+    return f"{times} times the ranks on {axis}", needed
+
+
+def _is_cut(plan: ShardingPlan, name: str, position: int) -> bool:
+    placements = plan.nodes[name].outputs[0] or ()
+    return position < len(placements) and is_shard(placements[position])
+
+
+def _saved_bytes(short: Shortfall) -> float:
+    return _sum(saved_bytes(short.captured, short.plan, short.saved))
+
+
+def _sum(sizes_bytes: Mapping[str, float]) -> float:
+    return sum(sizes_bytes.values())
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.3g}"

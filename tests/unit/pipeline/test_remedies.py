@@ -1,0 +1,70 @@
+"""What is said to be enough where no plan fits is enough: each change is made, and the step planned again."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.strategy.planning import plan
+from tests.unit.pipeline.test_found_plan import GIB, Deep
+
+ROWS, RANKS = 2**13, 8
+
+
+def planned(budget_gib: float, rows: int = ROWS, mesh: dict[str, int] | None = None, **options: Any) -> PlanReport:
+    with torch.device("meta"):
+        module = Deep()
+    mesh = mesh or {"dp_shard": RANKS}
+    ranks = torch.Size(mesh.values()).numel()
+    given: dict[str, Any] = {"mesh": mesh, "plan": "auto", "world_size": ranks, "hardware": "h100", **options}
+    return plan(module, torch.zeros(rows, 512), memory_budget_gib=budget_gib, **given)
+
+
+def said(budget_gib: float, **options: Any) -> str:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        planned(budget_gib, **options)
+    return str(caught.value).rpartition("; ")[2]
+
+
+def fits(report: PlanReport, budget_gib: float) -> bool:
+    return report.training_peak_bytes is not None and report.training_peak_bytes <= budget_gib * GIB
+
+
+def test_recomputing_more_is_enough() -> None:
+    told = said(0.9)
+    (policy,) = re.findall(r"activation_checkpointing '([\w:]+)' \(0\.\d+ GiB\)", told)
+    assert policy != "none"
+    assert fits(planned(0.9, activation_checkpointing=policy), 0.9)
+
+
+@pytest.mark.matrix
+def test_fewer_rows_are_enough() -> None:
+    told = said(0.25, activation_checkpointing="full")
+    ((rows, before, times),) = re.findall(r"(\d+) rows per rank, not (\d+), with accumulate_grad_\w+ (\d+) ti", told)
+    assert int(before) == ROWS and int(rows) * int(times) == ROWS
+    assert fits(planned(0.25, rows=int(rows), activation_checkpointing="full"), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "rows", "budget"),
+    [
+        ({"dp_shard": 2}, "dp_shard", 64, 0.15),
+        pytest.param({"dp_shard": 2, "tp": 2}, "tp", 2**12, 0.25, marks=pytest.mark.matrix),
+    ],
+)
+def test_more_ranks_are_enough(mesh: dict[str, int], axis: str, rows: int, budget: float) -> None:
+    """Each of dp_shard has the rows that it had."""
+    told = said(budget, mesh=mesh, rows=rows)
+    (times,) = re.findall(rf"(\d+) times the ranks on {axis} \(", told)
+    assert int(times) > 1
+    assert fits(planned(budget, rows=rows, mesh={**mesh, axis: int(times) * mesh[axis]}), budget)
+
+
+def test_where_no_change_is_enough_it_says_so() -> None:
+    told = said(0.05, activation_checkpointing="full")
+    assert re.fullmatch(r"no single change of recomputing, rows or ranks is enough by estimate: .* GiB", told), told
