@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.report_json import module_json, pass_json, prediction_json, table_json
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
 Placements = tuple[Placement, ...]  # one per plan axis
+LARGEST_SHOWN = 5  # of what is alive at a predicted peak
 Decision = Literal["save", "recompute"]
 Wish = Literal["save", "recompute", "prefer_recompute"]
 
@@ -107,8 +107,8 @@ class NodePlacement:
 class OtherWay:
     """An alternative that was not taken: what the best plan with it costs more, or what rules it out.
 
-    ``more_bytes`` stay on a rank: of parameters, gradients, moments, and what the backward reads.
-    Where it is not ``proved``, it costs at most that much more: the solver's time was up.
+    ``more_bytes`` stay on a rank: of parameters, gradients, moments, and what the backward reads. Where it is not
+    ``proved``, it costs at most that much more: the solver's time was up.
     """
 
     way: str
@@ -427,16 +427,17 @@ class PlanReport:
         """Collectives of one step by mesh axes, forward and backward together."""
         total: dict[str, int] = {}
         for name, table in self.collectives.items():
-            for axes, counted in _all_kinds(table) if name != "inference" or len(self.collectives) == 1 else ():
-                total[axes] = total.get(axes, 0) + counted.count
+            for per_axes in table.values() if name != "inference" or len(self.collectives) == 1 else ():
+                for axes, counted in per_axes.items():
+                    total[axes] = total.get(axes, 0) + counted.count
         return total
 
     def as_json(self) -> dict[str, Any]:
         """The report as numbers, strings, lists and mappings: what every report.json holds."""
         kept = {name: self.saved_bytes if name == "forward" else 0 for name in self.collectives}
         graphs = {
-            name: {"collectives": table_json(table), "saved_bytes": kept[name]}
-            | prediction_json(self.predictions.get(name))
+            name: {"collectives": _table_json(table), "saved_bytes": kept[name]}
+            | _prediction_json(self.predictions.get(name))
             for name, table in self.collectives.items()
         }
         return {
@@ -455,15 +456,32 @@ class PlanReport:
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "hardware": dict(self.hardware),
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
-            "modules": [module_json(module) for module in self.modules],
-            "passes": [pass_json(done) for done in self.passes],
+            "modules": [asdict(m) | {"collectives": _tables_json(m.collectives)} for m in self.modules],
+            "passes": [asdict(p) | _tables_json({"before": p.before, "after": p.after}) for p in self.passes],
             "notes": list(self.notes),
             "meshes": [asdict(trial) for trial in self.meshes],
         }
 
 
-def _all_kinds(table: CollectiveTable) -> list[tuple[str, CollectiveCount]]:
-    return [pair for per_axes in table.values() for pair in per_axes.items()]
+def _tables_json(tables: Mapping[str, CollectiveTable]) -> dict[str, Any]:
+    return {name: _table_json(table) for name, table in tables.items()}
+
+
+def _table_json(table: CollectiveTable) -> dict[str, dict[str, dict[str, int]]]:
+    return {
+        kind: {axes: {"count": one.count, "bytes": one.size_bytes} for axes, one in sorted(per_axes.items())}
+        for kind, per_axes in sorted(table.items())
+    }
+
+
+def _prediction_json(predicted: GraphPrediction | None) -> dict[str, Any]:
+    """The figures of one graph; without its events and its curve, which have files of their own."""
+    if predicted is None:
+        return {}
+    figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes")
+    return {name: getattr(predicted, name) for name in figures} | {
+        "largest_at_peak": [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from lightning_autoparallel.callbacks.tables import make_table
-from lightning_autoparallel.contracts import CollectiveTable, PlanReport
+from lightning_autoparallel.contracts import LARGEST_SHOWN, CollectiveTable, PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
-from lightning_autoparallel.report_json import LARGEST_SHOWN
 
 _NOT_COUNTED = "not counted: the optimizer, clipping, reading data, further micro-batches of an accumulation"
 

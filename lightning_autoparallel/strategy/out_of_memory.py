@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.config import AUTO, EngineConfig
-from lightning_autoparallel.contracts import GraphPrediction, MemoryShare, PlanReport
+from lightning_autoparallel.contracts import LARGEST_SHOWN, GraphPrediction, MemoryShare, PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
-from lightning_autoparallel.report_json import LARGEST_SHOWN
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # opens the message of a RuntimeError, which has no class of its own
 

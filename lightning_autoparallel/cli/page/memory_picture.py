@@ -7,9 +7,8 @@ from itertools import accumulate, pairwise
 
 from lightning_autoparallel.cli.page.elements import Row, clipped, code, key, section, table, text
 from lightning_autoparallel.cli.page.scale import ticks
-from lightning_autoparallel.contracts import GraphPrediction, MemoryShare, PlanReport
+from lightning_autoparallel.contracts import LARGEST_SHOWN, GraphPrediction, MemoryShare, PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
-from lightning_autoparallel.report_json import LARGEST_SHOWN
 
 WIDTH = 1200.0
 HEIGHT = 220.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
@@ -20,7 +20,6 @@ from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.plan import automatic, axis_choices, make_plan, plan_document, read_plan, restore_plan
 from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.axis_choices import AxisChoices
-from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.parameter_alternatives import free_parameters
 from lightning_autoparallel.plan.planner import plan_axes
@@ -77,18 +76,29 @@ def both_ways(choices: AxisChoices, taken: tuple[int, ...]) -> tuple[Problem, fl
     problem = choices.problem()
     unrolled = AxisChoices(choices.axis, choices.times, choices.free, tied=False)
     each = unrolled.problem()
-    return problem, problem.time_us(taken), each, each.time_us(same(unrolled, each, choices.chosen(taken)))
+    return problem, problem.time_us(taken), each, each.time_us(same(unrolled, each, choices, taken))
 
 
-def same(choices: AxisChoices, problem: Problem, chosen: Mapping[fx.Node, Candidate]) -> list[int]:
-    """The numbers of these alternatives; values that may leave in several placements do so as costs least."""
+def same(choices: AxisChoices, problem: Problem, tied: AxisChoices, tied_taken: Sequence[int]) -> list[int]:
+    """The alternatives of each node that its tied ones take; what may leave in several placements does as costs least.
+
+    By their numbers: what a gradient ends as is no part of a parameter's candidate, so that several are equal.
+    """
     taken = [0] * len(problem.choices)
-    for node, candidate in chosen.items():
-        taken[choices._numbers[choices._classes[node]]] = choices._candidates[node].index(candidate)
+    for node, candidate in tied.chosen(tied_taken).items():
+        number = tied_taken[tied._numbers[tied._classes[node]]]
+        assert choices._candidates[node][number] == candidate
+        taken[choices._numbers[choices._classes[node]]] = number
     for number in range(len(choices._numbers), len(taken)):
         ways = range(len(problem.choices[number].times_us))
-        taken[number] = min(ways, key=lambda k: problem.time_us([*taken[:number], k, *taken[number + 1 :]]))
+        taken[number] = min(ways, key=lambda k: _read_us(problem, number, [*taken[:number], k, *taken[number + 1 :]]))
     return taken
+
+
+def _read_us(problem: Problem, number: int, taken: list[int]) -> float:
+    """What moving the values that a choice reads takes: of several that leave the graph each is settled by itself."""
+    read = [value for value in problem.values if any(reader.choice == number for reader in value.readers)]
+    return sum(value.time_us(taken) for value in read)
 
 
 def test_moves_hide_what_the_parameters_of_their_part_send(fake_mesh, monkeypatch) -> None:
