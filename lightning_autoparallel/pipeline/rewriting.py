@@ -11,8 +11,15 @@ from torch import fx
 
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.artifacts import ArtifactWriter
-from lightning_autoparallel.config import AUTO, EngineConfig
-from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, PassReport, ShardedGraph, ShardingPlan
+from lightning_autoparallel.config import AUTO, EngineConfig, policies_by_kind
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    CheckpointFunction,
+    PartitionedGraph,
+    PassReport,
+    ShardedGraph,
+    ShardingPlan,
+)
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import surroundings_of
 from lightning_autoparallel.mesh import ParallelMesh
@@ -46,6 +53,7 @@ class StepRewriting:
 
     partitioned: PartitionedGraph
     _sharded: ShardedGraph
+    _is_part: bool
     _partitioning: Partitioning
     _joint: tuple[GraphPass, ...]
     _ahead: tuple[GraphPass, ...]
@@ -99,6 +107,7 @@ class StepRewriting:
         return self._rewritten()
 
     def _apply(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
+        self._is_part = captured.local
         with self._clock("apply"):
             self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
 
@@ -140,11 +149,10 @@ class StepRewriting:
         return self._context.control.any([keeps])[0]
 
     def _prepare(self, keeps_gradients: bool) -> None:
-        context, config, sharded = self._context, self._context.config, self._sharded
-        policy = context.found.policy or context.checkpointing
+        config, sharded = self._context.config, self._sharded
         # Without a backward what is partitioned is the joint graph itself, which passes are at work on.
         behind = self._run_first if sharded.has_backward else None
-        self._partitioning = Partitioning(sharded, config.reshard_after_forward, policy, keeps_gradients, behind)
+        self._partitioning = Partitioning(sharded, config.reshard_after_forward, self._policy, keeps_gradients, behind)
         memory_of = self._partitioning.memory
         self._joint = joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, memory_of)
         assert self._joint[-1].name == "chunk_loss_head", "only this one asks for partitions"
@@ -158,7 +166,16 @@ class StepRewriting:
 
     def _partitioned_behind(self, passes: Sequence[GraphPass]) -> PartitionedGraph:
         self._reports += self._run_over(self._sharded.graph_module, self._sharded.name, passes)
-        return self._partitioning.partitioned(self._context.warn_once)
+        return self._partitioning.partitioned(self._warn_of_idle)
+
+    @property
+    def _policy(self) -> str | CheckpointFunction:
+        return self._context.found.policy or self._context.checkpointing
+
+    def _warn_of_idle(self, message: str) -> None:
+        """Of a policy that finds nothing to recompute; a part of a step need not hold every kind of block it names."""
+        if not (self._is_part and isinstance(self._policy, str) and policies_by_kind(self._policy)):
+            self._context.warn_once(message)
 
     def _run_first(self, partitioned: PartitionedGraph) -> None:
         """The pass after which it is settled which group moves what."""

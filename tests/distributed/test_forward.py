@@ -143,3 +143,34 @@ class NamesNothing(Net):
 def test_a_name_that_is_no_module(worlds: Worlds) -> None:
     (text, _) = worlds(1).run(failure, NamesNothing, {"dp_shard": 1}, 1)[0]
     assert text == "ConfigError: capture names 'nett', which is no submodule; did you mean 'net'?"
+
+
+class TwoKinds(Forward):
+    """Blocks of two kinds, each in a call of its own."""
+
+    strategy: ClassVar = {"capture": "forward", "activation_checkpointing": "first.*=full, second.*=selective"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))) for _ in range(2)
+        )
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(self.second(self.first(x) * 2)), y)
+
+
+class OneKindMissing(TwoKinds):
+    strategy: ClassVar = {"capture": "step", "activation_checkpointing": "first.*=full, third.*=selective"}
+
+
+def test_a_call_need_not_hold_every_kind_of_block_that_a_policy_names(worlds: Worlds) -> None:
+    """A whole step must: there the pattern is a mistake."""
+    alone = train(TwoKinds, None)
+    for kind, expected in ((TwoKinds, 0), (OneKindMissing, 1)):
+        outcomes = worlds(2).run(train, kind, MESH)
+        told = [text for outcome in outcomes for text in outcome.warnings if "has no effect" in text]
+        assert len(told) == expected and all("third.*=selective" in text for text in told)
+        losses = torch.tensor([outcome.losses for outcome in outcomes]).mean(0)
+        assert losses.tolist() == pytest.approx(alone.losses, rel=1e-5)
