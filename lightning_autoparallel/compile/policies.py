@@ -76,9 +76,12 @@ def _why_idle_by_kind(by_kind: Sequence[tuple[str, str]], blocks: Sequence[str])
                 f"activation_checkpointing: {pattern}={name} has no effect: it names none of the step's blocks, "
                 f"or a later pattern does ({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''})"
             )
-        idle = why_idle(name, matching)
-        if idle is not None:
-            return idle
+        every = int(name.partition(":")[2] or 1)
+        if every > len(matching):
+            return (
+                f"activation_checkpointing: {pattern}={name} has no effect on the {len(matching)} blocks that it names "
+                f"({matching[0]} to {matching[-1]}); give 'layer:N' with N of at most {len(matching)}, or 'full'"
+            )
     return None
 
 

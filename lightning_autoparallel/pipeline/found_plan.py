@@ -19,7 +19,7 @@ from torch import nn
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.compile import saved_values
-from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec
+from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec, policies_by_kind
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
@@ -242,13 +242,14 @@ def find_plan_of(
     refused: list[str] = []
     shortfall: Shortfall | None = None
     with context.progress.stage(f"find a plan for {captured.name}"):
-        for place, policy in enumerate(policies):
+        kept = _kept_policy(captured, context, costs) if len(policies) > 1 else None
+        within = partial(_find_within, captured, context, costs, budget_bytes=budget, layouts=layouts)
+        for policy in policies if kept is None else (kept, *policies):
             try:
-                step = _find_within(captured, context, costs, policy, budget, layouts)
-                if place == 0:
+                step = within(policy)
+                if policy in (kept, policies[0]):
                     return step
-                within = partial(_find_within, captured, context, costs, budget_bytes=budget, layouts=layouts)
-                return find_lighter(captured, context, costs, CHECKPOINTING[place], step, within, budget)
+                return find_lighter(captured, context, costs, policies.index(policy), step, within, budget)
             except Exception as error:
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before
@@ -261,11 +262,25 @@ def find_plan_of(
     raise InfeasiblePlanError("; ".join(refused))
 
 
+def _kept_policy(captured: CapturedGraph, context: StageContext, costs: CostModel) -> str | None:
+    """What the plan of a checkpoint recomputes, where it answers what is asked now, as rank 0 has it."""
+    found, held = context.found, context.found.from_checkpoint
+    policy = None if held is None or found.rounds > 1 else str(held.get("question", {}).get("policy"))
+    if policy is not None:
+        asked = found.asked(context.config.plan)
+        question = Question.of(asked, context.mesh, costs, found.budget_bytes, policy)
+        is_known = policy in CHECKPOINTING or bool(policies_by_kind(policy))
+        policy = policy if is_known and answer(held, question, captured) is not None else None
+    told: str | None = context.control.gather(policy)[0]
+    return told
+
+
 def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:
     """Changes after which the leanest plan would fit, which recomputes as ``policy`` says."""
     stronger = CHECKPOINTING[CHECKPOINTING.index(policy) + 1 :] if policy in CHECKPOINTING else ("full",)
     saved_with = partial(saved_values, shortfall.captured, context.config.reshard_after_forward)
-    return remedies(shortfall, context.mesh, stronger, saved_with)
+    text = remedies(shortfall, context.mesh, stronger, saved_with)
+    return text if context.config.reshard_after_forward else f"{text}; reshard_after_forward=True takes less, too"
 
 
 def _settings(context: StageContext, costs: CostModel) -> dict[str, object]:
@@ -340,6 +355,7 @@ def _find_within(
             saved=saved,
             reserved=reserved,
             budget_bytes=budget_bytes,
+            ranks_per_node=costs.hardware.ranks_per_node,
         )
         over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
         stays_bytes = leanest.answer.stays_bytes

@@ -116,7 +116,8 @@ class StageProgress:
                 if stage.row is None and now - stage.began_s >= LONG_S:
                     stage.row = self._add(display, stage, now - stage.began_s)
                 if stage.row is not None:
-                    display.update(stage.row, description=escape(stage.text), completed=stage.done)
+                    # a total of None is none to change
+                    display.update(stage.row, description=escape(stage.text), completed=stage.done, total=stage.total)
             if any(stage.row is not None for stage in self._stages):
                 display.refresh()
 

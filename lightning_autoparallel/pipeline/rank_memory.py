@@ -25,12 +25,13 @@ def kept_bytes(captured: CapturedGraph, plan: ShardingPlan, state: OptimizerStat
 
 def may_be_spared_bytes(captured: CapturedGraph, plan: ShardingPlan, state: OptimizerState, ranks: int) -> float:
     """Of parameters, gradients and the optimizer's state on a rank, what is more than its share of them."""
-    trained = stored_bytes(captured, plan, trained_only=True)
+    stored, trained = stored_bytes(captured, plan), stored_bytes(captured, plan, trained_only=True)
     spared = 0.0
     for node, item in zip(captured.graph_module.graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
-        if item.kind == "parameter" and item.name in trained:
+        if item.kind == "parameter":
             share = fxn.size_bytes(node.meta["val"]) / ranks
-            spared += max(trained[item.name] - share, 0.0) * (2 + state.of(item.name))
+            copies = 2 + state.of(item.name) if item.name in trained else 1
+            spared += max(stored[item.name] - share, 0.0) * copies
     return spared
 
 

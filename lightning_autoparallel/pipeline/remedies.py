@@ -1,7 +1,7 @@
 """Where no plan fits a rank: which single change would make the leanest one fit, by estimate.
 
-Fewer rows and more recomputing shrink what the backward reads; more ranks shrink their shards. Everything else is taken
-to stay as it is, so that a change mostly leaves more room than is said.
+Fewer rows and more recomputing shrink what the backward reads, more ranks their shards, which are taken to divide on.
+Everything else is taken to stay as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shortfall:
     """The leanest plan of a step, for which a rank needs more than the ``budget_bytes`` that it may use.
 
     ``kept_bytes`` are those of parameters and the optimizer's state, ``saved`` the values that its backward reads.
-    ``reserved`` is what an allocator holds for a byte that is alive.
+    ``reserved`` is what an allocator holds for a byte that is alive. Axes other than dp_* stay in ``ranks_per_node``.
     """
 
     captured: CapturedGraph
@@ -39,6 +39,7 @@ class Shortfall:
     saved: Collection[str]
     reserved: float
     budget_bytes: float
+    ranks_per_node: int
 
 
 class TooLargeError(InfeasiblePlanError):
@@ -62,22 +63,23 @@ def remedies(short: Shortfall, mesh: ParallelMesh, stronger: Collection[str], sa
     fitting = [f"{what} ({_gib(needed)} GiB)" for what, needed in changes if needed <= short.budget_bytes]
     if fitting:
         return f"by estimate one of these changes is enough: {', or '.join(fitting)}"
-    if not changes:
-        return "no change of recomputing, rows or ranks is known to help"
     what, needed = min(changes, key=lambda change: change[1])
     still = f"{what} still takes {_gib(needed)} GiB"
     return f"no single change of recomputing, rows or ranks is enough by estimate: {still}"
 
 
 def _recomputing(short: Shortfall, stronger: Collection[str], saved_with: SavedWith) -> Iterator[tuple[str, float]]:
-    """The weakest policy that is enough, or else the strongest; one block at a time is there again."""
+    """The weakest policy that is enough, or else the strongest, if it helps; one block at a time is there again."""
     blocks = {node.name: fxn.block_of(fxn.module_path(node) or "") for node in short.captured.graph_module.graph.nodes}
+    without, before_bytes = set(saved_with("none")), _saved_bytes(short)
     for place, policy in enumerate(stronger):
-        less: Counter[str | None] = Counter()
-        spared = set(short.saved).difference(saved_with(policy))
-        for name, size in saved_bytes(short.captured, short.plan, spared).items():
-            less[blocks[name]] += int(size)
-        needed = short.needed_bytes - (less.total() - max(less.values(), default=0)) * short.reserved
+        kept, again = saved_with(policy), Counter[str | None]()
+        for name, size in saved_bytes(short.captured, short.plan, without.difference(kept)).items():
+            again[blocks[name]] += int(size)
+        read_bytes = _sum(saved_bytes(short.captured, short.plan, kept)) + max(again.values(), default=0)
+        needed = short.needed_bytes + (read_bytes - before_bytes) * short.reserved
+        if needed >= short.needed_bytes:
+            continue
         if needed <= short.budget_bytes or place == len(stronger) - 1:
             yield f"activation_checkpointing {policy!r}", needed
             return
@@ -114,19 +116,21 @@ def _bytes_of_rows(short: Shortfall) -> float:
 def _more_ranks(short: Shortfall, mesh: ParallelMesh) -> Iterator[tuple[str, float]]:
     """As few times more ranks on an axis as are enough, or else the most that are looked at."""
     stays = short.kept_bytes + _sum(stored_bytes(short.captured, short.plan, trained_only=True))
-    yield _times_more(short, "dp_shard", stays)
+    yield from _times_more(short, "dp_shard", stays, _MOST_TIMES)
     for position, axis in enumerate(short.plan.axes):
         if not axis.shards_batch:
             cut = {name for name in short.saved if _is_cut(short.plan, name, position)}
-            yield _times_more(short, axis.name, stays + _sum(saved_bytes(short.captured, short.plan, cut)))
+            shared_out = stays + _sum(saved_bytes(short.captured, short.plan, cut))
+            yield from _times_more(short, axis.name, shared_out, short.ranks_per_node // axis.size)
 
 
-def _times_more(short: Shortfall, axis: str, shared_out: float) -> tuple[str, float]:
+def _times_more(short: Shortfall, axis: str, shared_out: float, most: int) -> Iterator[tuple[str, float]]:
     times, needed = 1, math.inf
-    while needed > short.budget_bytes and times < _MOST_TIMES:
+    while needed > short.budget_bytes and times * 2 <= most:
         times *= 2
         needed = short.needed_bytes - shared_out * (1 - 1 / times) * short.reserved
-    return f"{times} times the ranks on {axis}", needed
+    if times > 1:
+        yield f"{times} times the ranks on {axis}", needed
 
 
 def _is_cut(plan: ShardingPlan, name: str, position: int) -> bool:

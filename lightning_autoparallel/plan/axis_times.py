@@ -85,7 +85,9 @@ class AxisTimes:
         sent = size_bytes // self.size if kind == "all_to_all" else size_bytes
         time_us = collective_time_us(kind, sent, self._group, self._hardware)
         products_us = 0.0
-        if kind == "all_gather":
+        if kind == "all_gather" and is_shard(target):  # of what is gathered each rank takes a part: nothing reads it
+            time_us += self._hardware.copy_time_us(size_bytes / self.size)
+        elif kind == "all_gather":
             products_us = beside.reading_us.get(dim_of(source), 0.0)
         elif kind == "reduce_scatter":
             products_us = beside.making_us

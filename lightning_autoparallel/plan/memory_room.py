@@ -29,9 +29,14 @@ def check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None
     Raises:
         InfeasiblePlanError: they do not.
     """
-    least = {parameter.name: min(way.size_bytes for way in parameter.ways) for parameter in free.values()}
+    ways = {p.name: min(p.ways, key=lambda way: way.size_bytes) for p in free.values()}
+    least = {name: way.size_bytes for name, way in ways.items()}
     if (total := sum(least.values())) <= room_bytes:
         return
+    gathered = sum(way.gathered_bytes for way in ways.values())
+    stays = f", and {gathered / 2**30:.3g} GiB of it stays gathered (reshard_after_forward)" if gathered else ""
+    left = room_bytes - gathered  # more ranks shrink nothing that is whole
+    more = f"{math.ceil((total - gathered) / left)} times more ranks on dp_shard would hold them, or " * (left > 0)
     kinds: Counter[str] = Counter()
     for name, size in least.items():
         kinds[fxn.kind_of(name)] += int(size)
@@ -39,8 +44,7 @@ def check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None
     raise InfeasiblePlanError(
         f"no plan fits: parameters, their gradients and the optimizer's state take at least {total / 2**30:.3g} GiB "
         f"on a rank, shared out over all that divide them, and there is room for {room_bytes / 2**30:.3g} (most take "
-        f"{most}): {math.ceil(total / room_bytes)} times more ranks on dp_shard would hold them, or a larger "
-        "memory_budget_gib"
+        f"{most}{stays}): {more}a larger memory_budget_gib"
     )
 
 

@@ -44,8 +44,8 @@ class Lying:
     of which it has more; ``copied_us`` that of kernels that put together what was gathered along another dim than the
     first; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
     takes, to gather again what it reads, if it does, and to reduce the gradient. ``size_bytes`` is what stays on a
-    rank: the parameter, its gradient, what an optimizer keeps of it, and what stays gathered; ``passing_bytes`` is
-    there beside that while its block is computed.
+    rank: the parameter, its gradient, what an optimizer keeps of it, and ``gathered_bytes`` that stay until the
+    backward; ``passing_bytes`` is there beside that while its block is computed.
     """
 
     computed: Placement
@@ -57,6 +57,7 @@ class Lying:
     reduced_us: float
     size_bytes: float
     passing_bytes: float = 0.0
+    gathered_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,8 @@ class _Ways:
         reduced_us = self._reduced_us(size_bytes / own, stored, end) if is_trained else 0.0
         copied_us = self._costs.hardware.copy_time_us(used_bytes / own) if any(stored.values()) else 0.0
         is_gathered_again = is_read_again and self._gathered_again
-        stays_gathered = cutting and is_read_again and not self._gathered_again
+        stays_gathered = bool(cutting) and is_read_again and not self._gathered_again
+        gathered_bytes = used_bytes / own if stays_gathered else 0.0
         return Lying(
             computed=computed,
             stored=stored,
@@ -212,11 +214,9 @@ class _Ways:
             copied_us=copied_us * (2 if is_gathered_again else 1),
             gathered_us=gathered_us,
             reduced_us=(gathered_us if is_gathered_again else 0.0) + reduced_us,
-            size_bytes=kept_bytes * (_COPIES + self._state_per_byte if is_trained else 1)
-            + (used_bytes / own if stays_gathered else 0.0),
-            passing_bytes=_passing_bytes(
-                size_bytes / own, 0.0 if stays_gathered else used_bytes / own, kept_bytes, is_trained
-            ),
+            size_bytes=kept_bytes * (_COPIES + self._state_per_byte if is_trained else 1) + gathered_bytes,
+            passing_bytes=_passing_bytes(size_bytes / own, used_bytes / own - gathered_bytes, kept_bytes, is_trained),
+            gathered_bytes=gathered_bytes,
         )
 
     def _update_us(self, kept_bytes: float, stored: Mapping[str, int], end: Placement) -> float:

@@ -37,7 +37,7 @@ class PlanningStrategy(OneRankStrategy):
         world_size: ranks of the fake world.
         ranks_per_node: ranks of one node.
         inference: plan the validation step too.
-        mesh: axis sizes, or ``"auto"``: every mesh that the ranks can form is tried.
+        mesh: axis sizes, or ``"auto"``: meshes that the ranks can form are tried.
         global_batch_size: rows of one optimizer step, which meshes that are tried must get to by whole micro-batches.
         device: what the step is captured for, ``"cpu"`` or ``"cuda"``.
         options: arguments of AutoParallelStrategy; nothing is compiled, whatever they say.

@@ -73,16 +73,20 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
     if not strategy.candidates:
         return _plan_once(trainer, strategy, module, datamodule)
 
-    others = len(strategy.others_like(strategy.candidates[0]))
-    with strategy.progress.stage("search for a mesh", len(strategy.candidates) + others) as running:
+    with strategy.progress.stage("search for a mesh", len(strategy.candidates)) as running:
 
         def plan_on(mesh: MeshSpec) -> PlanReport:
             running.advance(str(mesh))
             strategy.plan_for(mesh)
             return _plan_once(trainer, strategy, module, datamodule)
 
+        def others_like(best: MeshSpec) -> Sequence[MeshSpec]:
+            found = strategy.others_like(best)
+            running.total = len(strategy.candidates) + len(found)
+            return found
+
         budget_gib = strategy.config.memory_budget_gib
-        return search(strategy.candidates, plan_on, strategy.global_batch_size, budget_gib, strategy.others_like)
+        return search(strategy.candidates, plan_on, strategy.global_batch_size, budget_gib, others_like)
 
 
 def _plan_once(
@@ -129,7 +133,7 @@ def plan(
         module: the LightningModule; its ``training_step`` is planned.
         batch: what one data-parallel rank's dataloader gives; only shapes are used.
         mesh: axis sizes, outermost first; all ranks on ``dp_shard`` unless given. ``"auto"`` tries
-            every mesh of up to three axes that the ranks can form, and reports on the one predicted to take least time
+            meshes of up to three axes that the ranks can form, and reports on the one predicted to take least time
             per sample of those that fit a rank's memory.
         plan: as AutoParallelStrategy takes it.
         world_size: ranks of the fake world.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,41 +13,53 @@ from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import found_plan
-from lightning_autoparallel.pipeline.recomputed_kinds import MOST_KINDS, _lighter, _most_read, _Option
+from lightning_autoparallel.pipeline.recomputed_kinds import MOST_KINDS, Combination, Option, first_that_fits, most_read
 from lightning_autoparallel.strategy.planning import plan
 
 GIB = 2**30
 
 
-def option(policy: str, read_bytes: float, again_us: float) -> _Option:
-    return _Option(policy=policy, read_bytes=read_bytes, again_us=again_us)
+def combination(policy: str, *read_bytes: float, again_us: float = 0.0) -> Combination:
+    return Combination(policy=policy, read_bytes=read_bytes, again_us=again_us)
 
 
-def options_of(*kinds: tuple[float, float]) -> dict[str, list[_Option]]:
-    """Each reads so much, or computes so long once more, and half of both under a second policy."""
-    return {
-        f"k{i}.*": [option("none", read, 0.0), option("selective", read / 2, again / 2), option("full", 0.0, again)]
-        for i, (read, again) in enumerate(kinds)
-    }
+def test_the_first_that_fits_is_found_without_a_look_at_what_reads_no_less() -> None:
+    """``c`` reads of both kinds what ``a`` does, which is over; ``d`` was refused before, and ``e`` reads as much."""
+    peaks = {"a": 12.0, "b": 11.0, "f": 9.0, "g": 1.0}
+    asked: list[str] = []
 
+    def peak_with(policy: str) -> float:
+        asked.append(policy)
+        return peaks[policy]
 
-def test_combinations_that_compute_less_the_least_first() -> None:
-    """By hand: 50 us are computed once more where all blocks recompute; what is read is no more than there is."""
-    options = options_of((100.0, 10.0), (20.0, 40.0))
-    found = [tuple(chosen.values()) for chosen in _lighter(options, 30.0, 115.0)]
-    assert found == [
-        ("selective", "none"),  # 5 us, 70 bytes
-        ("full", "none"),  # 10, 20
-        ("none", "selective"),  # 20, 110
-        ("selective", "selective"),  # 25, 60
-        ("full", "selective"),  # 30, 10
+    ordered = [
+        combination("z", 6, 6),  # more than there is, whatever else
+        combination("a", 2, 5),
+        combination("b", 5, 1),
+        combination("c", 2, 6),
+        combination("d", 3, 0),
+        combination("e", 3, 1),
+        combination("f", 2, 4),
+        combination("g", 0, 0),
     ]
-    assert _lighter(options, 4.0, 115.0) == []
+    assert first_that_fits(ordered, peak_with, 10.0, ("d",)) == "f"
+    assert asked == ["a", "b", "f"]
+    assert first_that_fits(ordered[:-2], peak_with, 10.0, ("d",)) is None
+
+
+def test_only_so_many_are_looked_at() -> None:
+    asked: list[str] = []
+    ordered = [combination(str(i), i, 100 - i) for i in range(100)]
+    assert first_that_fits(ordered, lambda policy: asked.append(policy) or math.inf, 1e9, ()) is None
+    assert len(asked) == 16
 
 
 def test_of_many_kinds_those_that_read_most() -> None:
-    options = options_of(*((float(i), 1.0) for i in range(MOST_KINDS + 3)))
-    assert list(_most_read(options)) == [f"k{i}.*" for i in range(MOST_KINDS + 2, 2, -1)]
+    options = {
+        f"k{i}.*": [Option(policy=policy, read_bytes=size, again_us=1.0) for policy, size in (("a", i), ("b", 0.0))]
+        for i in range(MOST_KINDS + 3)
+    }
+    assert list(most_read(options)) == [f"k{i}.*" for i in range(MOST_KINDS + 2, 2, -1)]
 
 
 class Wide(nn.Module):
@@ -100,15 +113,13 @@ def policy_of(report: PlanReport) -> str:
     return note.rpartition("recomputing ")[2]
 
 
-@pytest.mark.parametrize(("budget", "by_kind"), [(1.0, True), pytest.param(0.8, False, marks=pytest.mark.matrix)])
-def test_less_is_computed_than_with_the_first_policy_that_fits(
-    budget: float, by_kind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the same room: one kind by its own policy, or all blocks by a later one."""
+@pytest.mark.parametrize("budget", [1.0, pytest.param(0.8, marks=pytest.mark.matrix)])
+def test_less_is_computed_than_with_the_first_policy_that_fits(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same room: each kind by a policy of its own."""
     lighter = found(budget)
     monkeypatch.setattr(found_plan, "find_lighter", lambda *arguments: arguments[4])
     first = found(budget)
-    assert ("=" in policy_of(lighter)) == by_kind and policy_of(first) == "selective"
+    assert "=" in policy_of(lighter) and policy_of(first) == "selective"
     for report in (lighter, first):
         assert report.training_peak_bytes is not None and report.training_peak_bytes <= budget * GIB
     assert lighter.step_time_us is not None and first.step_time_us is not None
@@ -134,6 +145,31 @@ def test_where_the_lighter_plan_cannot_be_made_the_first_one_stays(monkeypatch: 
     report = found(0.8)
     assert tried and policy_of(report) == policy_of(expected) == "selective"
     assert report.step_time_us is not None
+
+
+def test_a_training_that_goes_on_recomputes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is solved again."""
+    real, kept = found_plan.find_plan_of, []
+
+    def first(captured: Any, context: Any, *rest: Any) -> Any:
+        step = real(captured, context, *rest)
+        kept.append(context.found.for_checkpoints)
+        return step
+
+    def again(captured: Any, context: Any, *rest: Any) -> Any:
+        context.found.from_checkpoint = kept[0]
+        return real(captured, context, *rest)
+
+    def solved(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(found_plan, "find_plan_of", first)
+    before = found(1.0)
+    monkeypatch.setattr(found_plan, "find_plan_of", again)
+    monkeypatch.setattr(found_plan, "make_plans", solved)
+    after = found(1.0)
+    assert "=" in policy_of(before) and policy_of(before) in "".join(after.notes)
+    assert after.step_time_us == before.step_time_us and after.training_peak_bytes == before.training_peak_bytes
 
 
 def test_where_nothing_is_recomputed_no_kind_is() -> None:

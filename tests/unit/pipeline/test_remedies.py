@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
-from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.contracts import NodePlacement, PlanReport
 from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.pipeline.remedies import _recomputing
 from lightning_autoparallel.strategy.planning import plan
 from tests.unit.pipeline.test_found_plan import GIB, Deep
 
@@ -68,3 +71,25 @@ def test_more_ranks_are_enough(mesh: dict[str, int], axis: str, rows: int, budge
 def test_where_no_change_is_enough_it_says_so() -> None:
     told = said(0.05, activation_checkpointing="full")
     assert re.fullmatch(r"no single change of recomputing, rows or ranks is enough by estimate: .* GiB", told), told
+
+
+def test_a_policy_that_keeps_more_is_no_remedy() -> None:
+    """By hand: what was found keeps one value of three; layer:2 would keep two, full none but has one block again."""
+    found = _recomputing_of(kept_now={"a"}, kept_with={"none": {"a", "b", "c"}, "layer:2": {"b", "c"}, "full": set()})
+    assert found == []
+    less = _recomputing_of(kept_now={"a", "b"}, kept_with={"none": {"a", "b", "c"}, "layer:2": {"c"}, "full": set()})
+    assert less == [("activation_checkpointing 'full'", 100.0)]
+
+
+def _recomputing_of(kept_now: set[str], kept_with: dict[str, set[str]]) -> list[tuple[str, float]]:
+    """Of three values of 100 bytes, in a block each; a rank needs 100 bytes too many."""
+    graph = fx.Graph()
+    for number, name in enumerate(("a", "b", "c")):
+        node = graph.placeholder(name)
+        node.meta = {"val": torch.empty(25), "custom": {"module": f"layers.{number}"}}
+    captured = SimpleNamespace(graph_module=SimpleNamespace(graph=graph))
+    nodes = {name: NodePlacement(inputs=(), outputs=((),)) for name in ("a", "b", "c")}
+    plan = SimpleNamespace(nodes=nodes, axes=())
+    short: Any = SimpleNamespace(captured=captured, plan=plan, saved=kept_now, reserved=1.0)
+    short.needed_bytes, short.budget_bytes = 100.0 * len(kept_now), 100.0 * len(kept_now) - 100
+    return list(_recomputing(short, ("layer:2", "full"), kept_with.__getitem__))
