@@ -118,7 +118,7 @@ class _LaunchesBySteps(Callback):
 
     def _launched(self, strategy) -> dict[str, int]:
         mesh = getattr(strategy, "mesh", None)
-        return {} if mesh is None else {group: launched_collectives(group) for group in mesh.axes_by_group()}
+        return {} if mesh is None else {group: launched_collectives(group) for group in mesh.groups}
 
 
 class _Recorder(Callback):

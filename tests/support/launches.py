@@ -16,7 +16,7 @@ class Launches(Callback):
 
     def _launched(self, trainer) -> int:
         mesh = getattr(trainer.strategy, "mesh", None)
-        return 0 if mesh is None else sum(launched_collectives(group) for group in mesh.axes_by_group())
+        return 0 if mesh is None else sum(launched_collectives(group) for group in mesh.groups)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self._before = self._launched(trainer)
