@@ -244,7 +244,7 @@ def find_plan_of(
     with context.progress.stage(f"find a plan for {captured.name}"):
         kept = _kept_policy(captured, context, costs) if len(policies) > 1 else None
         within = partial(_find_within, captured, context, costs, budget_bytes=budget, layouts=layouts)
-        for policy in policies if kept is None else (kept, *policies):
+        for policy in policies if kept is None else (kept, *(each for each in policies if each != kept)):
             try:
                 step = within(policy)
                 if policy in (kept, policies[0]):
@@ -253,7 +253,7 @@ def find_plan_of(
             except Exception as error:
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before
-                if not isinstance(error, InfeasiblePlanError):
+                if not isinstance(error, AutoParallelError if policy == kept else InfeasiblePlanError):
                     raise
                 refused.append(f"with activation_checkpointing {policy_name(policy)!r}: {error}")
                 shortfall = error.shortfall if isinstance(error, TooLargeError) else None
@@ -263,16 +263,23 @@ def find_plan_of(
 
 
 def _kept_policy(captured: CapturedGraph, context: StageContext, costs: CostModel) -> str | None:
-    """What the plan of a checkpoint recomputes, where it answers what is asked now, as rank 0 has it."""
-    found, held = context.found, context.found.from_checkpoint
-    policy = None if held is None or found.rounds > 1 else str(held.get("question", {}).get("policy"))
-    if policy is not None:
-        asked = found.asked(context.config.plan)
-        question = Question.of(asked, context.mesh, costs, found.budget_bytes, policy)
-        is_known = policy in CHECKPOINTING or bool(policies_by_kind(policy))
-        policy = policy if is_known and answer(held, question, captured) is not None else None
+    """What the plan of a checkpoint recomputes, where that was left open and is again, as rank 0 has it."""
+    found, held, policy = context.found, context.found.from_checkpoint, None
+    if held is not None and found.rounds == 1:
+        try:
+            asked = str(held["question"]["policy"])
+            if asked in CHECKPOINTING or policies_by_kind(asked):
+                policy = asked if answer(held, _question(context, costs, asked), captured) is not None else None
+        except (KeyError, TypeError, ValueError, AutoParallelError):  # no plan of ours: another is found
+            policy = None
     told: str | None = context.control.gather(policy)[0]
     return told
+
+
+def _question(context: StageContext, costs: CostModel, policy: str | CheckpointFunction) -> Question:
+    found, config = context.found, context.config
+    asked, recomputing = found.asked(config.plan), config.activation_checkpointing
+    return Question.of(asked, context.mesh, costs, found.budget_bytes, policy, recomputing)
 
 
 def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:
@@ -312,7 +319,7 @@ def _find_within(
     seen: list[PlanSpec] = []
     over: TooLargeError | None = None
     found.policy, found.predicted_us = policy, None
-    found.question = Question.of(found.asked(context.config.plan), context.mesh, costs, found.budget_bytes, policy)
+    found.question = _question(context, costs, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
     reserved = 1 + (costs.hardware.reserved_share or 0.0)
     while True:
@@ -356,6 +363,7 @@ def _find_within(
             reserved=reserved,
             budget_bytes=budget_bytes,
             ranks_per_node=costs.hardware.ranks_per_node,
+            gathered_again=context.config.reshard_after_forward,
         )
         over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
         stays_bytes = leanest.answer.stays_bytes

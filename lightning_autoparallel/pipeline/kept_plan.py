@@ -14,7 +14,7 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import Answer
 from lightning_autoparallel.plan import is_of_graph
 
-VERSION = 1
+VERSION = 2
 
 
 def policy_name(policy: str | CheckpointFunction) -> str:
@@ -24,13 +24,17 @@ def policy_name(policy: str | CheckpointFunction) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a plan was found for, beside the graph: another answer may be better where any of it is another."""
+    """What a plan was found for, beside the graph: another answer may be better where any of it is another.
+
+    ``policy`` is what it recomputes, ``recomputing`` what was asked for: ``auto`` leaves it open.
+    """
 
     asked: str
     mesh: str
     hardware: str
     budget_bytes: float
     policy: str
+    recomputing: str
 
     @classmethod
     def of(
@@ -40,6 +44,7 @@ class Question:
         costs: CostModel,
         budget_bytes: float,
         policy: str | CheckpointFunction,
+        recomputing: str | CheckpointFunction,
     ) -> Question:
         """Everything as text, which files of every kind keep as it is."""
         return cls(
@@ -48,6 +53,7 @@ class Question:
             hardware=json.dumps(costs.hardware.as_json(), sort_keys=True, default=str),
             budget_bytes=budget_bytes,
             policy=policy_name(policy),
+            recomputing=policy_name(recomputing),
         )
 
 

@@ -7,11 +7,14 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.compile import partition_graph, saved_values
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import predict_step_memory
+from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.rank_memory import may_be_spared_bytes
 from lightning_autoparallel.pipeline.recomputed_kinds import combinations, first_that_fits
@@ -46,7 +49,11 @@ def find_lighter(
             other = find_within(policy)
             if found.predicted_us is not None and found.predicted_us < as_known["predicted_us"]:
                 return other
-        except Exception as error:  # on all ranks: mostly, passes make more of it than was reckoned
+        except Exception as error:  # mostly, passes make more of it than was reckoned: all ranks know
+            lost = isinstance(error, (MemoryError, dist.DistError))
+            is_ours = isinstance(error, AutoParallelError)
+            if lost or not (is_ours or context.control.agrees(f"recomputing {policy} fails")):
+                raise
             context.progress.advance(f"not recomputing {policy}: {error}")
         vars(found).update(as_known)
     return step

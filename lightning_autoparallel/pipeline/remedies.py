@@ -30,6 +30,7 @@ class Shortfall:
 
     ``kept_bytes`` are those of parameters and the optimizer's state, ``saved`` the values that its backward reads.
     ``reserved`` is what an allocator holds for a byte that is alive. Axes other than dp_* stay in ``ranks_per_node``.
+    Parameters are ``gathered_again`` for the backward, or all stay gathered until then.
     """
 
     captured: CapturedGraph
@@ -40,6 +41,7 @@ class Shortfall:
     reserved: float
     budget_bytes: float
     ranks_per_node: int
+    gathered_again: bool = True
 
 
 class TooLargeError(InfeasiblePlanError):
@@ -71,13 +73,17 @@ def remedies(short: Shortfall, mesh: ParallelMesh, stronger: Collection[str], sa
 def _recomputing(short: Shortfall, stronger: Collection[str], saved_with: SavedWith) -> Iterator[tuple[str, float]]:
     """The weakest policy that is enough, or else the strongest, if it helps; one block at a time is there again."""
     blocks = {node.name: fxn.block_of(fxn.module_path(node) or "") for node in short.captured.graph_module.graph.nodes}
-    without, before_bytes = set(saved_with("none")), _saved_bytes(short)
-    for place, policy in enumerate(stronger):
-        kept, again = saved_with(policy), Counter[str | None]()
+    without = set(saved_with("none"))
+
+    def read_bytes(kept: Collection[str]) -> float:
+        again = Counter[str | None]()
         for name, size in saved_bytes(short.captured, short.plan, without.difference(kept)).items():
             again[blocks[name]] += int(size)
-        read_bytes = _sum(saved_bytes(short.captured, short.plan, kept)) + max(again.values(), default=0)
-        needed = short.needed_bytes + (read_bytes - before_bytes) * short.reserved
+        return _sum(saved_bytes(short.captured, short.plan, kept)) + max(again.values(), default=0)
+
+    before_bytes = read_bytes(short.saved)
+    for place, policy in enumerate(stronger):
+        needed = short.needed_bytes + (read_bytes(saved_with(policy)) - before_bytes) * short.reserved
         if needed >= short.needed_bytes:
             continue
         if needed <= short.budget_bytes or place == len(stronger) - 1:
@@ -107,7 +113,8 @@ def _bytes_of_rows(short: Shortfall) -> float:
     for node, item in shapes:
         if item.kind == "parameter":
             blocks[fxn.block_of(item.name)] += fxn.size_bytes(node.meta["val"])
-    passing = _AT_ONCE * max(blocks.values(), default=0)
+    largest = max(blocks.values(), default=0)
+    passing = _AT_ONCE * largest if short.gathered_again else blocks.total() + (_AT_ONCE - 1) * largest
     gradients = _sum(stored_bytes(short.captured, short.plan, trained_only=True))
     peak = short.needed_bytes / short.reserved - short.kept_bytes
     return max(peak - gradients - passing, min(_saved_bytes(short), peak))

@@ -173,8 +173,13 @@ class StepRewriting:
         return self._context.found.policy or self._context.checkpointing
 
     def _warn_of_idle(self, message: str) -> None:
-        """Of a policy that finds nothing to recompute; a part of a step need not hold every kind of block it names."""
-        if not (self._is_part and isinstance(self._policy, str) and policies_by_kind(self._policy)):
+        """Of a policy that finds nothing to recompute, if a user wrote it.
+
+        A part of a step need not hold every kind of block that a policy names.
+        """
+        by_kind = isinstance(self._policy, str) and bool(policies_by_kind(self._policy))
+        is_found = by_kind and self._context.config.activation_checkpointing == AUTO
+        if not (is_found or (by_kind and self._is_part)):
             self._context.warn_once(message)
 
     def _run_first(self, partitioned: PartitionedGraph) -> None:

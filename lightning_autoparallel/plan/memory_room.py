@@ -12,7 +12,7 @@ from torch import fx
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.integer_programme import Solution, solve
-from lightning_autoparallel.plan.parameter_alternatives import FreeParameter
+from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Problem, priced
 
 _AS_FAST = 1.002  # times the best
@@ -35,8 +35,11 @@ def check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None
         return
     gathered = sum(way.gathered_bytes for way in ways.values())
     stays = f", and {gathered / 2**30:.3g} GiB of it stays gathered (reshard_after_forward)" if gathered else ""
-    left = room_bytes - gathered  # more ranks shrink nothing that is whole
-    more = f"{math.ceil((total - gathered) / left)} times more ranks on dp_shard would hold them, or " * (left > 0)
+    fixed = gathered + sum(ways[p.name].size_bytes for p in free.values() if _is_kept_whole(p, ways[p.name]))
+    more = ""
+    if room_bytes > fixed:
+        times = math.ceil((total - fixed) / (room_bytes - fixed))
+        more = f"{times} times more ranks on dp_shard would hold them, or "
     kinds: Counter[str] = Counter()
     for name, size in least.items():
         kinds[fxn.kind_of(name)] += int(size)
@@ -46,6 +49,11 @@ def check_room(free: Mapping[fx.Node, FreeParameter], room_bytes: float) -> None
         f"on a rank, shared out over all that divide them, and there is room for {room_bytes / 2**30:.3g} (most take "
         f"{most}{stays}): {more}a larger memory_budget_gib"
     )
+
+
+def _is_kept_whole(parameter: FreeParameter, leanest: Lying) -> bool:
+    """Whether it lies whole though it could be cut: what would be gathered of it takes more."""
+    return not leanest.stored and any(way.stored for way in parameter.ways)
 
 
 def best_that_fits(problem: Problem) -> Solution:

@@ -126,50 +126,68 @@ def test_less_is_computed_than_with_the_first_policy_that_fits(budget: float, mo
     assert lighter.step_time_us < 0.95 * first.step_time_us
 
 
-def test_where_the_lighter_plan_cannot_be_made_the_first_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is known of every plan that is found; ``from_checkpoint`` of the first is what the next is given."""
+    real, seen = found_plan.find_plan_of, []
+
+    def look(captured: Any, context: Any, *rest: Any) -> Any:
+        if seen:
+            context.found.from_checkpoint = seen[0].from_checkpoint
+        seen.append(context.found)
+        return real(captured, context, *rest)
+
+    monkeypatch.setattr(found_plan, "find_plan_of", look)
+    return seen
+
+
+def test_where_the_lighter_plan_cannot_be_made_the_first_one_stays(
+    plans: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does what was tried leave a trace."""
-    expected = found(0.6)
+    lighter, within = found_plan.find_lighter, found_plan._find_within
+    monkeypatch.setattr(found_plan, "find_lighter", lambda *arguments: arguments[4])
+    found(0.8)
     tried: list[str] = []
-    within = found_plan._find_within
 
     def failing(*arguments: Any, **options: Any) -> Any:
-        policy = arguments[3]
-        if policy not in ("none", "selective"):
-            tried.append(policy)
-            found_now = arguments[1].found
-            found_now.spec, found_now.notes, found_now.policy = None, ("spoilt",), policy
+        step = within(*arguments, **options)
+        if arguments[3] not in ("none", "selective"):
+            tried.append(arguments[3])
             raise PassError("no such bucket")
-        return within(*arguments, **options)
-
-    monkeypatch.setattr(found_plan, "_find_within", failing)
-    report = found(0.8)
-    assert tried and policy_of(report) == policy_of(expected) == "selective"
-    assert report.step_time_us is not None
-
-
-def test_a_training_that_goes_on_recomputes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is solved again."""
-    real, kept = found_plan.find_plan_of, []
-
-    def first(captured: Any, context: Any, *rest: Any) -> Any:
-        step = real(captured, context, *rest)
-        kept.append(context.found.for_checkpoints)
         return step
 
-    def again(captured: Any, context: Any, *rest: Any) -> Any:
-        context.found.from_checkpoint = kept[0]
-        return real(captured, context, *rest)
+    monkeypatch.setattr(found_plan, "find_lighter", lighter)
+    monkeypatch.setattr(found_plan, "_find_within", failing)
+    report = found(0.8)
+    assert tried and policy_of(report) == "selective"
+    first, second = plans
+    for name in ("spec", "document", "notes", "policy", "question", "predicted_bytes", "predicted_us", "rounds"):
+        assert getattr(first, name) == getattr(second, name), name
+
+
+def test_a_training_that_goes_on_recomputes_what_it_did(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is solved again."""
+    before = found(1.0)
+    plans[0].from_checkpoint = plans[0].for_checkpoints
 
     def solved(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr(found_plan, "find_plan_of", first)
-    before = found(1.0)
-    monkeypatch.setattr(found_plan, "find_plan_of", again)
     monkeypatch.setattr(found_plan, "make_plans", solved)
     after = found(1.0)
     assert "=" in policy_of(before) and policy_of(before) in "".join(after.notes)
     assert after.step_time_us == before.step_time_us and after.training_peak_bytes == before.training_peak_bytes
+
+
+@pytest.mark.parametrize("held", ["what was asked for", "what is no plan of ours"])
+def test_what_a_checkpoint_was_told_to_recompute_binds_no_training_that_leaves_it_open(
+    held: str, plans: list[Any]
+) -> None:
+    found(80.0, activation_checkpointing="full")
+    kept = plans[0].for_checkpoints
+    plans[0].from_checkpoint = kept if held == "what was asked for" else {**kept, "question": None}
+    assert policy_of(found(80.0)) == "none"
 
 
 def test_where_nothing_is_recomputed_no_kind_is() -> None:

@@ -74,11 +74,13 @@ def test_where_no_change_is_enough_it_says_so() -> None:
 
 
 def test_a_policy_that_keeps_more_is_no_remedy() -> None:
-    """By hand: what was found keeps one value of three; layer:2 would keep two, full none but has one block again."""
-    found = _recomputing_of(kept_now={"a"}, kept_with={"none": {"a", "b", "c"}, "layer:2": {"b", "c"}, "full": set()})
-    assert found == []
-    less = _recomputing_of(kept_now={"a", "b"}, kept_with={"none": {"a", "b", "c"}, "layer:2": {"c"}, "full": set()})
-    assert less == [("activation_checkpointing 'full'", 100.0)]
+    """By hand, with a block's worth of 100 bytes computed once more wherever something is: 200, 300 and 100 bytes."""
+    every = {"none": {"a", "b", "c"}, "layer:2": {"b", "c"}, "full": set[str]()}
+    assert _recomputing_of(kept_now={"a"}, kept_with=every) == [("activation_checkpointing 'full'", 0.0)]
+    assert _recomputing_of(kept_now=set(), kept_with=every) == []
+    assert _recomputing_of(kept_now={"a", "b", "c"}, kept_with=every | {"layer:2": {"c"}}) == [
+        ("activation_checkpointing 'layer:2'", 200.0)
+    ]
 
 
 def _recomputing_of(kept_now: set[str], kept_with: dict[str, set[str]]) -> list[tuple[str, float]]:

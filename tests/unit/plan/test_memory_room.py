@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 
-from lightning_autoparallel.plan.memory_room import best_that_fits, leaner, stays_bytes
+import pytest
+from torch import fx
+from torch.distributed.tensor.placement_types import Replicate
+
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.plan.memory_room import best_that_fits, check_room, leaner, stays_bytes
+from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Choice, Limit, Problem
 
 
@@ -44,3 +50,37 @@ def test_of_equally_fast_ones_the_leanest() -> None:
 def test_memory_without_end_is_worth_nothing() -> None:
     given = two(math.inf, (100.0, 100.001), (10.0, 1.0), (0.0, 0.0))
     assert leaner(given, best_that_fits(given)) == (0, 0)
+
+
+GIB = 2**30
+
+
+def lying(size: float, gathered: float = 0.0, **stored: int) -> Lying:
+    nothing = {"update_us": 0.0, "copied_us": 0.0, "gathered_us": 0.0, "reduced_us": 0.0}
+    whole = Replicate()
+    return Lying(
+        computed=whole, stored=stored, end=whole, size_bytes=size * GIB, gathered_bytes=gathered * GIB, **nothing
+    )
+
+
+def parameters(*ways: tuple[Lying, ...]) -> dict[fx.Node, FreeParameter]:
+    graph = fx.Graph()
+    return {graph.placeholder(f"p{i}"): FreeParameter(name=f"p{i}", ways=w, gradient=None) for i, w in enumerate(ways)}
+
+
+@pytest.mark.parametrize(
+    ("ways", "room", "told"),
+    [
+        # of 16 GiB a rank of 4 has 4: in 2 there is room for its share among twice as many
+        ([(lying(16), lying(4, dp_shard=0))], 2.0, r"room for 2 \(most take p0 4\): 2 times more ranks on dp_shard"),
+        # 1 GiB stays gathered however many ranks there are: 2 more are to shrink to 1
+        ([(lying(8), lying(3, 1, dp_shard=0))], 2.0, r"1 GiB of it stays gathered .*: 2 times more ranks"),
+        ([(lying(8), lying(3, 1, dp_shard=0))], 1.0, r"stays gathered .*\): a larger memory_budget_gib"),
+        # frozen: whole it takes less than a share of it with what would be gathered
+        ([(lying(10), lying(12.5, 10, dp_shard=0))], 4.0, r"\(most take p0 10\): a larger memory_budget_gib"),
+    ],
+)
+def test_what_would_make_room_for_parameters(ways: list[tuple[Lying, ...]], room: float, told: str) -> None:
+    with pytest.raises(InfeasiblePlanError, match=told):
+        check_room(parameters(*ways), room * GIB)
+    check_room(parameters(*ways), 100.0 * GIB)
