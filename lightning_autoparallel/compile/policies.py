@@ -59,29 +59,30 @@ def why_idle(policy: str | CheckpointFunction, blocks: Sequence[str]) -> str | N
         )
     if by_kind := policies_by_kind(policy):
         return _why_idle_by_kind(by_kind, blocks)
-    every = int(policy.partition(":")[2] or 1)
-    if every > len(blocks):
-        return (
-            f"{idle}: the step has {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}); give 'layer:N' with N of at "
-            f"most {len(blocks)}, or 'full'"
-        )
-    return None
+    return _why_too_few(policy, blocks, f"{idle}: the step has")
+
+
+def _why_too_few(policy: str, blocks: Sequence[str], has: str) -> str | None:
+    """What is wrong with every Nth of fewer blocks than N."""
+    if int(policy.partition(":")[2] or 1) <= len(blocks):
+        return None
+    return (
+        f"{has} {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}); give 'layer:N' with N of at most {len(blocks)}, "
+        "or 'full'"
+    )
 
 
 def _why_idle_by_kind(by_kind: Sequence[tuple[str, str]], blocks: Sequence[str]) -> str | None:
-    for pattern, name in by_kind:
-        matching = [block for block in blocks if _policy_of(block, by_kind) == (pattern, name)]
-        if not matching:
+    for entry in by_kind:
+        idle = f"activation_checkpointing: {'='.join(entry)} has no effect"
+        named = [block for block in blocks if _policy_of(block, by_kind) == entry]
+        if not named:
             return (
-                f"activation_checkpointing: {pattern}={name} has no effect: it names none of the step's blocks, "
-                f"or a later pattern does ({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''})"
+                f"{idle}: it names none of the step's blocks, or a later pattern does "
+                f"({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''})"
             )
-        every = int(name.partition(":")[2] or 1)
-        if every > len(matching):
-            return (
-                f"activation_checkpointing: {pattern}={name} has no effect on the {len(matching)} blocks that it names "
-                f"({matching[0]} to {matching[-1]}); give 'layer:N' with N of at most {len(matching)}, or 'full'"
-            )
+        if (message := _why_too_few(entry[1], named, f"{idle}: it names")) is not None:
+            return message
     return None
 
 

@@ -286,7 +286,7 @@ def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | Ch
     """Changes after which the leanest plan would fit, which recomputes as ``policy`` says."""
     stronger = CHECKPOINTING[CHECKPOINTING.index(policy) + 1 :] if policy in CHECKPOINTING else ("full",)
     saved_with = partial(saved_values, shortfall.captured, context.config.reshard_after_forward)
-    text = remedies(shortfall, context.mesh, stronger, saved_with)
+    text = remedies(shortfall, context.mesh.data_parallel_size, stronger, saved_with)
     return text if context.config.reshard_after_forward else f"{text}; reshard_after_forward=True takes less, too"
 
 

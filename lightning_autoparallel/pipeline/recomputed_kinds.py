@@ -61,6 +61,8 @@ def combinations(
     blocks = find_blocks(node for node in captured.graph_module.graph.nodes if not fxn.is_backward(node))
     kinds = {node: fxn.kind_of(block) for node, block in blocks.items()}
     every = list(dict.fromkeys(kinds.values()))
+    if not every:
+        return []
     times_us = costs.graph_times_us(captured.graph_module.graph)
     saved = {each: frozenset(saved_with(_as_text(dict.fromkeys(every, each)))) for each in policies}
     options = most_read(dict(_options(captured, plan, kinds, saved, times_us)))

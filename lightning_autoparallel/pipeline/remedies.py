@@ -15,7 +15,6 @@ from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
-from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.predict import global_rows, stored_bytes
 from lightning_autoparallel.pipeline.rank_memory import saved_bytes
 
@@ -41,7 +40,7 @@ class Shortfall:
     reserved: float
     budget_bytes: float
     ranks_per_node: int
-    gathered_again: bool = True
+    gathered_again: bool
 
 
 class TooLargeError(InfeasiblePlanError):
@@ -52,15 +51,16 @@ class TooLargeError(InfeasiblePlanError):
         self.shortfall = shortfall
 
 
-def remedies(short: Shortfall, mesh: ParallelMesh, stronger: Collection[str], saved_with: SavedWith) -> str:
+def remedies(short: Shortfall, shards: int, stronger: Collection[str], saved_with: SavedWith) -> str:
     """Single changes after which the plan would fit, each with the GiB that a rank would need then.
 
-    ``stronger`` are policies that recompute more than was asked for, with which the backward reads ``saved_with``.
+    The batch is in so many ``shards``. ``stronger`` are policies that recompute more than was asked for, with which the
+    backward reads ``saved_with``.
     """
     changes = [
         *_recomputing(short, stronger, saved_with),
-        *_fewer_rows(short, mesh.data_parallel_size),
-        *_more_ranks(short, mesh),
+        *_fewer_rows(short, shards),
+        *_more_ranks(short),
     ]
     fitting = [f"{what} ({_gib(needed)} GiB)" for what, needed in changes if needed <= short.budget_bytes]
     if fitting:
@@ -120,7 +120,7 @@ def _bytes_of_rows(short: Shortfall) -> float:
     return max(peak - gradients - passing, min(_saved_bytes(short), peak))
 
 
-def _more_ranks(short: Shortfall, mesh: ParallelMesh) -> Iterator[tuple[str, float]]:
+def _more_ranks(short: Shortfall) -> Iterator[tuple[str, float]]:
     """As few times more ranks on an axis as are enough, or else the most that are looked at."""
     stays = short.kept_bytes + _sum(stored_bytes(short.captured, short.plan, trained_only=True))
     yield from _times_more(short, "dp_shard", stays, _MOST_TIMES)

@@ -15,7 +15,7 @@ from lightning_autoparallel.contracts import MeshTrial, PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, InfeasiblePlanError
 
 USABLE = 0.9  # of a device's memory, as where a plan is found
-MOST_SPLITS = 6  # of data-parallel ranks, beside that by nodes: a large model's plan takes half a minute on each
+MOST_SPLITS = 6  # of data-parallel ranks, beside that by nodes: each takes a whole plan
 
 
 def meshes(plan: PlanSpec, world_size: int, ranks_per_node: int) -> tuple[MeshSpec, ...]:

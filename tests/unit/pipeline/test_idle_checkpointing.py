@@ -78,8 +78,8 @@ def test_a_pattern_that_names_no_block(policy: str, idle: str, fake_mesh: Callab
 def test_every_fifth_of_the_three_blocks_that_a_pattern_names(fake_mesh: Callable[..., ParallelMesh]):
     (message,) = told(3, "layers.*=layer:5", fake_mesh)
     assert message == (
-        "activation_checkpointing: layers.*=layer:5 has no effect on the 3 blocks that it names (layers.0 to "
-        "layers.2); give 'layer:N' with N of at most 3, or 'full'"
+        "activation_checkpointing: layers.*=layer:5 has no effect: it names 3 blocks (layers.0 to layers.2); "
+        "give 'layer:N' with N of at most 3, or 'full'"
     )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.contracts import GraphInput, PlanAxis, PlanReport
+from lightning_autoparallel.cost.optimizer import ADAMW
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import found_plan
+from lightning_autoparallel.pipeline.rank_memory import may_be_spared_bytes
 from lightning_autoparallel.pipeline.recomputed_kinds import MOST_KINDS, Combination, Option, first_that_fits, most_read
 from lightning_autoparallel.strategy.planning import plan
 
@@ -60,6 +64,20 @@ def test_of_many_kinds_those_that_read_most() -> None:
         for i in range(MOST_KINDS + 3)
     }
     assert list(most_read(options)) == [f"k{i}.*" for i in range(MOST_KINDS + 2, 2, -1)]
+
+
+def test_what_lies_in_more_than_a_rank_s_share_may_be_spared() -> None:
+    """By hand, 400 bytes each on 4 ranks: one whole, in 4 copies with its moments, one cut, one frozen."""
+    graph = fx.Graph()
+    inputs = [GraphInput(kind="parameter", name=name) for name in ("whole", "cut", "frozen")]
+    for item in inputs:
+        graph.placeholder(item.name).meta = {"val": torch.empty(100)}
+    gradients = [SimpleNamespace(name=name, is_parameter_gradient=True) for name in ("whole", "cut")]
+    captured: Any = SimpleNamespace(graph_module=SimpleNamespace(graph=graph), inputs=inputs, outputs=gradients)
+    axis = PlanAxis(mesh_axes=("dp_shard",), size=4, rank=0, group_name="g")
+    lying = {"whole": (Replicate(),), "cut": (Shard(0),), "frozen": (Replicate(),)}
+    plan: Any = SimpleNamespace(axes=(axis,), parameters=lying)
+    assert may_be_spared_bytes(captured, plan, ADAMW, 4) == 300 * 4 + 300
 
 
 class Wide(nn.Module):

@@ -79,6 +79,19 @@ def both_ways(choices: AxisChoices, taken: tuple[int, ...]) -> tuple[Problem, fl
     return problem, problem.time_us(taken), each, each.time_us(same(unrolled, each, choices, taken))
 
 
+def solved_both_ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Problem, float, Problem, float]]:
+    """To be filled with what ``both_ways`` says of everything that is solved."""
+    seen = []
+
+    class Looked(AxisChoices):
+        def chosen(self, taken: Any) -> Any:
+            seen.append(both_ways(AxisChoices(self.axis, self.times, self.free), tuple(taken)))
+            return super().chosen(taken)
+
+    monkeypatch.setattr(automatic, "AxisChoices", Looked)
+    return seen
+
+
 def same(choices: AxisChoices, problem: Problem, tied: AxisChoices, tied_taken: Sequence[int]) -> list[int]:
     """The alternatives of each node that its tied ones take; what may leave in several placements does as costs least.
 
@@ -133,14 +146,7 @@ def test_moves_hide_what_the_parameters_of_their_part_send(fake_mesh, monkeypatc
 @pytest.mark.parametrize("count", [2, 5])
 def test_blocks_that_decide_alike_cost_what_they_cost_each_for_itself(count: int, fake_mesh, monkeypatch) -> None:
     """The objective over tied blocks is that of the unrolled graph, where each node is a choice of its own."""
-    seen = []
-
-    class Looked(AxisChoices):
-        def chosen(self, taken: Any) -> Any:
-            seen.append(both_ways(AxisChoices(self.axis, self.times, self.free), tuple(taken)))
-            return super().chosen(taken)
-
-    monkeypatch.setattr(automatic, "AxisChoices", Looked)
+    seen = solved_both_ways(monkeypatch)
     planned(fake_mesh(**MESH), captured(Blocks(count), torch.randn(8, 4, 16), shards=2))
     ((tied, time_us, unrolled, each_us),) = seen
     assert (len(unrolled.choices) > len(tied.choices)) == (count == 5)

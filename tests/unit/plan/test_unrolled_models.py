@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_autoparallel.plan import automatic
-from lightning_autoparallel.plan.axis_choices import AxisChoices
 from tests.numerics.models import MODELS, make_batches, make_model
 from tests.unit._graphs import captured
-from tests.unit.plan.test_automatic import MESH, both_ways, planned
+from tests.unit.plan.test_automatic import MESH, planned, solved_both_ways
 
 pytestmark = pytest.mark.matrix
 
@@ -18,14 +16,7 @@ pytestmark = pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_solved_costs_as_much_unrolled(name: str, fake_mesh, monkeypatch) -> None:
     """Where nothing repeats they are the same problem."""
-    seen = []
-
-    class Looked(AxisChoices):
-        def chosen(self, taken: Any) -> Any:
-            seen.append(both_ways(AxisChoices(self.axis, self.times, self.free), tuple(taken)))
-            return super().chosen(taken)
-
-    monkeypatch.setattr(automatic, "AxisChoices", Looked)
+    seen = solved_both_ways(monkeypatch)
     module = make_model(name)
     monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)
     (batch,) = make_batches(name, 1, 4)
