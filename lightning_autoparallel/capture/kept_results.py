@@ -40,6 +40,10 @@ class KeptResults:
                     self._found.setdefault(called.__code__, []).append(keeper)
         return self._found
 
+    def keeps(self, code: CodeType) -> bool:
+        """Whether results of some function with this code are kept."""
+        return code in self._keepers
+
     def called(self, code: CodeType, written: int) -> None:
         """A function is called; ``written`` is how many places the run has written so far."""
         if code in self._keepers:

@@ -30,6 +30,7 @@ _COLLECTIVES: tuple[str, ...] = (
     *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "gather_object", "new_group"),
 )
 _RANK_ZERO = os.path.join("lightning_utilities", "core", "rank_zero.py")
+_RANK_ZERO_NAME = "wrapped_fn"
 _CLOCKS = {
     "time",
     "perf_counter",
@@ -99,10 +100,15 @@ def asked_in_c(function: Any, caller: FrameType) -> str | None:
 def asked_in_python(frame: FrameType) -> str | None:
     """What a call of a function in Python, which begins with ``frame``, asks or tells that a graph does not have."""
     code, caller = frame.f_code, frame.f_back
-    if code.co_name == "wrapped_fn" and code.co_filename.endswith(_RANK_ZERO):
+    if code.co_name == _RANK_ZERO_NAME and code.co_filename.endswith(_RANK_ZERO):
         return "asks for the ranks (rank_zero_only)"
     question = _questions().get(code)
     return None if question is None or caller is None or _is_machinery(caller) else question
+
+
+def may_ask(code: CodeType) -> bool:
+    """Whether some call of a function in Python is for ``asked_in_python`` to answer."""
+    return code.co_name == _RANK_ZERO_NAME or code in _questions()
 
 
 def _is_machinery(caller: FrameType) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_autoparallel.capture.classes import names_in
 from lightning_autoparallel.capture.conversions import CONVERTERS, only_called
 from lightning_autoparallel.capture.kept_results import KeptResults
-from lightning_autoparallel.capture.outside import asked_in_c, asked_in_python, refused_outside
+from lightning_autoparallel.capture.outside import asked_in_c, asked_in_python, may_ask, refused_outside
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.capture.sources import is_user_file, user_line
@@ -34,6 +34,7 @@ class StepCalls:
     def __init__(self, reads: StateReads) -> None:
         self._reads = reads
         self.seen: set[CodeType] = set()
+        self._quiet: dict[int, CodeType] = {}  # code of which nothing is asked, kept so that its id stays its own
         self._kept = KeptResults()
         self._made: dict[int, Any] = {}  # objects whose making the run has seen, kept so that their ids stay theirs
         self._converted: list[tuple[dict[str, Any], str]] = []
@@ -83,32 +84,48 @@ class StepCalls:
         return None
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Runs millions of times: the hash of code is slow, its id is not."""
         if not self._reads.on:
             return
         if event == "c_call":
             self._builtin(frame, argument)
-        elif event == "call":
-            code = frame.f_code
-            self._refuse(asked_in_python(frame), frame)
-            if code.co_name == "__init__" and code.co_argcount:
-                made = frame.f_locals.get(code.co_varnames[0])
-                if not self._reads.is_reached(made):
-                    self._made[id(made)] = made
-            if code is _ENVIRONMENT:
-                self._note(*_variable(frame))
-            if code not in self.seen and is_user_file(code.co_filename):
-                self.seen.add(code)
-                with self._reads.paused():
-                    found = _functions_of(frame)
-                self._enter(frame, found)
-            self._kept.called(code, self._reads.writes())
+            return
+        code = frame.f_code
+        if id(code) in self._quiet:
+            return
+        if event == "call":
+            self._called(frame, code)
+            if self._is_quiet(code):
+                self._quiet[id(code)] = code
         elif event == "return":
-            self._refuse(self._kept.returned(frame.f_code, argument, self._reads.writes()), frame)
+            self._refuse(self._kept.returned(code, argument, self._reads.writes()), frame)
+
+    def _is_quiet(self, code: CodeType) -> bool:
+        """Whether no call of it asks or tells anything: most of torch's and Python's own."""
+        if is_user_file(code.co_filename) or code is _ENVIRONMENT or code.co_name == "__init__":
+            return False
+        return not may_ask(code) and not self._kept.keeps(code)
+
+    def _called(self, frame: FrameType, code: CodeType) -> None:
+        self._refuse(asked_in_python(frame), frame)
+        if code.co_name == "__init__" and code.co_argcount:
+            made = frame.f_locals.get(code.co_varnames[0])
+            if not self._reads.is_reached(made):
+                self._made[id(made)] = made
+        if code is _ENVIRONMENT:
+            self._note(*_variable(frame))
+        if code not in self.seen and is_user_file(code.co_filename):
+            self.seen.add(code)
+            with self._reads.paused():
+                found = _functions_of(frame)
+            self._enter(frame, found)
+        self._kept.called(code, self._reads.writes())
 
     def _builtin(self, frame: FrameType, function: Any) -> None:
         if id(function) in self._draws or isinstance(getattr(function, "__self__", None), _GENERATORS):
             self.drew_at = user_line(frame)
-        self._refuse(asked_in_c(function, frame), frame)
+        if function is os.urandom or is_user_file(frame.f_code.co_filename):
+            self._refuse(asked_in_c(function, frame), frame)
 
     def _refuse(self, what: str | None, frame: FrameType) -> None:
         if what is not None:

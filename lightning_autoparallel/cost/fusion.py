@@ -136,6 +136,7 @@ class _Traffic:
     def __init__(self, kind: Callable[[fx.Node], CallKind], joined: Callable[[fx.Node, fx.Node], bool]) -> None:
         self._kind, self._joined = kind, joined
         self._read: set[tuple[fx.Node, int]] = set()
+        self._size_of, self._source_of = cache(_size_bytes), cache(_source)
 
     def size_bytes(self, node: fx.Node, level: int) -> int:
         kind = self._kind(node)
@@ -143,11 +144,11 @@ class _Traffic:
             return 0
         read = sum(self._argument_bytes(argument, node, kind, level) for argument in node.all_input_nodes)
         written = self._is_written(node) if kind == "fused" else True
-        laid = sum(_size_bytes(argument) for argument in node.all_input_nodes if self._is_laid_into(argument, node))
-        return read + (_size_bytes(node) - laid if written else 0)
+        laid = sum(self._size_of(argument) for argument in node.all_input_nodes if self._is_laid_into(argument, node))
+        return read + (self._size_of(node) - laid if written else 0)
 
     def _argument_bytes(self, argument: fx.Node, reader: fx.Node, kind: CallKind, level: int) -> int:
-        source = _source(argument)
+        source = self._source_of(argument)
         if kind == "fused":
             if self._kind(source) == "fused" and self._are_one(source, reader):
                 return 0
@@ -156,9 +157,9 @@ class _Traffic:
             if (argument, level) in self._read:
                 return 0
             self._read.add((argument, level))
-        size = min(_size_bytes(argument), _size_bytes(source))
+        size = min(self._size_of(argument), self._size_of(source))
         if _packet_name(reader.target) in LOOKUPS and argument is reader.args[0]:
-            return min(size, _size_bytes(reader))
+            return min(size, self._size_of(reader))
         return size
 
     def _are_one(self, producer: fx.Node, reader: fx.Node) -> bool:
@@ -168,8 +169,10 @@ class _Traffic:
         """Whether a concatenation's part was written into it by the call that computed it, another kernel."""
         if _packet_name(reader.target) != "cat":
             return False
-        source = _source(part)
-        if self._kind(source) != "fused" or self._are_one(source, reader) or _size_bytes(source) != _size_bytes(part):
+        source = self._source_of(part)
+        if self._kind(source) != "fused" or self._are_one(source, reader):
+            return False
+        if self._size_of(source) != self._size_of(part):
             return False
         return set(_readers(source)) == {reader}
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import GraphInput, GraphOutput
 from lightning_autoparallel.cost import CostModel, Timeline
+from lightning_autoparallel.cost.liveness import Surroundings
 from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
@@ -71,6 +72,7 @@ def split_passes(
     groups talk through. What is ``disabled`` will not be run by the caller, and is not reckoned with.
     """
     orders = KnownOrders()
+    surroundings = None if surroundings is None else partial(_remembered, {}, surroundings)
     later = partial(_launching_passes, bucket_limit, costs, orders)
     preview = None if costs is None else partial(_preview, {}, later, costs, orders, surroundings, disabled)
     gathers = partial(decompose_gather_matmul, options=decompose, costs=costs, preview=preview)
@@ -105,6 +107,21 @@ def _launching_passes(
     )
 
 
+def _remembered(
+    known: dict[tuple[str, ...], Surroundings], surroundings: SurroundingsOf, graph: fx.Graph
+) -> Surroundings:
+    """What is around a graph: it is asked for again and again while nothing of it changes, nor of the other half."""
+    called = _called(graph)
+    if called not in known:
+        known[called] = surroundings(graph)
+    return known[called]
+
+
+def _called(graph: fx.Graph) -> tuple[str, ...]:
+    """The names of the calls, in order."""
+    return tuple([node.name for node in graph.nodes])
+
+
 def _preview(
     known: dict[tuple[str, ...], Timeline],
     later: Callable[[SurroundingsOf | None], Sequence[GraphPass]],
@@ -120,7 +137,7 @@ def _preview(
     ``known`` keeps them, by the names of the calls in order, which every decomposition changes: what one pass has
     chosen is what the next one starts from. A copy is rewritten further.
     """
-    called = tuple([node.name for node in asked.nodes])
+    called = _called(asked)
     if called in known:
         return known[called]
     around = None if surroundings is None else surroundings(graph)

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from torch import fx
@@ -91,6 +92,17 @@ def _ordered(
     return (compared,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """An order; it is that of every limit from ``limit_bytes`` up to ``refused_bytes``, the latter apart."""
+
+    nodes: list[fx.Node]
+    limit_bytes: int
+    refused_bytes: float
+    time: Timeline
+    memory: MemoryTimeline
+
+
 class _Ordering:
     """Orders of one graph; it is left in the best of those that were asked for."""
 
@@ -103,6 +115,7 @@ class _Ordering:
         self.calls = read_calls(graph, times_us)
         self._best = self._before = costs.timeline(graph, times_us)
         self.memory = predict_memory(graph, surroundings=around, storages=self._storages)
+        self._tried: _Tried | None = None
 
     @property
     def exposed_share(self) -> float:
@@ -111,18 +124,32 @@ class _Ordering:
 
     def within(self, options: ScheduleOptions, gain: float) -> str:
         """Order the calls anew if that is faster by ``gain``, as a share of the time, and within the limit."""
+        known = self._tried
+        if known is None or not known.limit_bytes <= options.limit_bytes < known.refused_bytes:
+            known = self._tried = self._order(options)
+        compared = _compared(self._before, known.time, self.memory, known.memory)
+        if known.time.time_us <= self._best.time_us * (1 - gain) and known.memory.peak_bytes <= options.limit_bytes:
+            self._best = known.time
+            reorder(self._graph, known.nodes)
+            return compared
+        return f"{_KEPT}; the other one: {compared}"
+
+    def _order(self, options: ScheduleOptions) -> _Tried:
+        """What the scheduler makes of the calls; the graph is left as it is."""
         graph, present = self._graph, list(self._graph.nodes)[:-1]
         reorder(graph, self._nodes)
         live = LiveBytes(graph, self._around, self._storages)
-        reorder(graph, schedule(self.calls, live, options, self.memory.live_bytes))
-        time = self._costs.timeline(graph, self._times_us)
-        memory = predict_memory(graph, surroundings=self._around, storages=self._storages)
-        compared = _compared(self._before, time, self.memory, memory)
-        if time.time_us <= self._best.time_us * (1 - gain) and memory.peak_bytes <= options.limit_bytes:
-            self._best = time
-            return compared
+        nodes = schedule(self.calls, live, options, self.memory.live_bytes)
+        reorder(graph, nodes)
+        tried = _Tried(
+            nodes=nodes,
+            limit_bytes=options.limit_bytes,
+            refused_bytes=live.refused_bytes,
+            time=self._costs.timeline(graph, self._times_us),
+            memory=predict_memory(graph, surroundings=self._around, storages=self._storages),
+        )
         reorder(graph, present)
-        return f"{_KEPT}; the other one: {compared}"
+        return tried
 
 
 def _all_held(graph: fx.Graph) -> Surroundings:

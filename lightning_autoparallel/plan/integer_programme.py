@@ -15,7 +15,8 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
 
 Where one reader wants a value, m is e itself. With x integral, e and m are.
 
-What is left when x may be any share is mostly solved by whole ones, and in less time: it is asked first.
+What is left when x may be any share is mostly solved by whole ones, and in less time: it is asked first. Where it is
+not, most choices are whole all the same. Those stay, and what is left of the others is as good mostly, to the gap.
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ def solve(
     start: tuple[int, ...] | None = None,
     gap: float = GAP,
     most_rounds: int | None = None,
+    most_us: float = math.inf,
 ) -> Solution:
     """The best alternatives, to a relative ``gap`` or as good as ``time_limit_s`` allows.
 
     Args:
         start: alternatives to begin with.
         most_rounds: of the solver's cuts and nodes; unlike seconds they end at the same plan on a busy machine.
+        most_us: of no interest is what takes longer.
 
     Raises:
-        InfeasiblePlanError: nothing goes together, or the limit has come before anything was found.
+        InfeasiblePlanError: nothing goes together, or in ``most_us``, or the limit has come before anything was found.
     """
     programme = _Programme(problem)
     highs = highspy.Highs()
@@ -75,45 +78,86 @@ def solve(
     }.items():
         highs.setOptionValue(name, value)
     highs.passModel(programme.model())
-    bound_us = _relaxed(highs, problem)
-    values = np.asarray(highs.getSolution().col_value)
-    if bound_us is None or not programme.is_whole(values):
-        highs.clearSolver()  # shares are no solution to begin with: trying them takes rounds
-        if start is not None:
-            highs.setSolution(programme.solution_of(start))
-        if most_rounds is not None:
-            highs.cbMipInterrupt.subscribe(_after(most_rounds))
-        highs.run()
-        _check_feasible(highs, problem)
-        values = np.asarray(highs.getSolution().col_value)
-        bound_us = highs.getInfo().mip_dual_bound
+    bound_us, values = _relaxed(highs, problem, most_us), _values(highs)
+    if bound_us is None:
+        bound_us, values = _whole(highs, programme, problem, start, most_rounds)
+    elif not programme.is_whole(values):
+        near = _of_whole_ones(highs, programme, values, bound_us * (1 + gap))
+        if near is None:
+            bound_us, values = _whole(highs, programme, problem, start, most_rounds)
+        else:
+            values = near
     taken = programme.taken(values)
     return Solution(
         taken=taken,
         time_us=problem.time_us(taken),
         bound_us=bound_us,
-        seconds=highs.getRunTime(),  # of both
+        seconds=highs.getRunTime(),  # of all that was run
         columns=len(programme.costs),
         rows=len(programme.rows),
     )
 
 
-def _relaxed(highs: highspy.Highs, problem: Problem) -> float | None:
+def _values(highs: highspy.Highs) -> np.ndarray:
+    return np.asarray(highs.getSolution().col_value)
+
+
+def _relaxed(highs: highspy.Highs, problem: Problem, most_us: float) -> float | None:
     """Solve for shares of alternatives: the objective, None where that has not ended in time.
 
     Raises:
-        InfeasiblePlanError: not even shares go together.
+        InfeasiblePlanError: not even shares go together, or in ``most_us``.
     """
     # Presolving takes longer than the simplex method on what is there.
     highs.setOptionValue("solve_relaxation", True)
     highs.setOptionValue("presolve", "off")
+    highs.setOptionValue("objective_bound", most_us)
     highs.run()
     status = highs.getModelStatus()
     highs.setOptionValue("solve_relaxation", False)
     highs.setOptionValue("presolve", "choose")
-    if status == highspy.HighsModelStatus.kInfeasible:
+    highs.setOptionValue("objective_bound", math.inf)
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound):
         _check_feasible(highs, problem)
     return highs.getInfo().objective_function_value if status == highspy.HighsModelStatus.kOptimal else None
+
+
+def _of_whole_ones(
+    highs: highspy.Highs, programme: _Programme, shares: np.ndarray, most_us: float
+) -> np.ndarray | None:
+    """The best where choices that ``shares`` have whole stay as they are; None where that takes over ``most_us``."""
+    columns = np.flatnonzero(programme.are_whole & (shares > 1 - _WHOLE)).astype(np.int32)
+    ones = np.ones(len(columns))
+    highs.changeColsBounds(len(columns), columns, ones, ones)
+    highs.clearSolver()
+    highs.run()
+    info = highs.getInfo()
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = _values(highs) if found and info.objective_function_value <= most_us else None
+    highs.changeColsBounds(len(columns), columns, np.zeros(len(columns)), ones)
+    return values
+
+
+def _whole(
+    highs: highspy.Highs,
+    programme: _Programme,
+    problem: Problem,
+    start: tuple[int, ...] | None,
+    most_rounds: int | None,
+) -> tuple[float, np.ndarray]:
+    """A bound of what whole alternatives take, and the best of them.
+
+    Raises:
+        InfeasiblePlanError: nothing was found.
+    """
+    highs.clearSolver()  # shares are no solution to begin with: trying them takes rounds
+    if start is not None:
+        highs.setSolution(programme.solution_of(start))
+    if most_rounds is not None:
+        highs.cbMipInterrupt.subscribe(_after(most_rounds))
+    highs.run()
+    _check_feasible(highs, problem)
+    return highs.getInfo().mip_dual_bound, _values(highs)
 
 
 def _check_feasible(highs: highspy.Highs, problem: Problem) -> None:
@@ -164,9 +208,14 @@ class _Programme:
             if not math.isinf(limit.most_bytes):
                 self._limit(limit)
 
+    @property
+    def are_whole(self) -> np.ndarray:
+        """Which columns are to be 0 or 1."""
+        return np.array(self._whole, dtype=bool)
+
     def is_whole(self, values: np.ndarray) -> bool:
         """Whether every choice takes one alternative, all of it."""
-        chosen = values[np.array(self._whole, dtype=bool)]
+        chosen = values[self.are_whole]
         return bool(np.all(np.abs(chosen - np.round(chosen)) < _WHOLE))
 
     def _column(self, cost: float, whole: bool = False, upper: float = 1.0) -> int:

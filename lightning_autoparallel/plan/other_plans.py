@@ -45,7 +45,7 @@ def other_plans(
     seen = {_decided(choices, best)}
     found: list[tuple[_Figures, tuple[int, ...]]] = []
     within = problem if problem.fits(best) else _hardly_more(problem, best)
-    for taken in (fastest, *_solved(_variants(choices, within, is_wider=within is not problem))):
+    for taken in (fastest, *_solved(_variants(choices, within, is_wider=within is not problem), most_us)):
         figures = _figures(problem, taken)
         if figures[0] <= most_us and within.fits(taken) and _decided(choices, taken) not in seen:
             seen.add(_decided(choices, taken))
@@ -83,10 +83,11 @@ def _hardly_more(problem: Problem, taken: Sequence[int]) -> Problem:
     return dataclasses.replace(problem, limits=tuple(limits))
 
 
-def _solved(variants: Iterator[Problem]) -> Iterator[tuple[int, ...]]:
-    for variant in variants:
+def _solved(variants: Iterator[tuple[Problem, bool]], most_us: float) -> Iterator[tuple[int, ...]]:
+    for variant, is_as_timed in variants:
         with contextlib.suppress(InfeasiblePlanError):
-            yield solve(variant, _TIME_LIMIT_S, most_rounds=_MOST_ROUNDS).taken
+            most = most_us if is_as_timed else math.inf
+            yield solve(variant, _TIME_LIMIT_S, most_rounds=_MOST_ROUNDS, most_us=most).taken
 
 
 def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:
@@ -94,16 +95,17 @@ def _decided(choices: AxisChoices, taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(taken[: choices.own])
 
 
-def _variants(choices: AxisChoices, problem: Problem, is_wider: bool) -> Iterator[Problem]:
+def _variants(choices: AxisChoices, problem: Problem, is_wider: bool) -> Iterator[tuple[Problem, bool]]:
+    """Each with whether plans take the time there that they take in ``problem``."""
     if is_wider:
-        yield problem
+        yield problem, True
     for stored in _stored_sets(choices):
-        yield _with(choices, problem, partial(_is_cut_by, stored))
+        yield _with(choices, problem, partial(_is_cut_by, stored)), True
     if not choices.axis.is_batch_axis:
-        yield _with(choices, problem, lambda way: way.computed.is_replicate())
+        yield _with(choices, problem, lambda way: way.computed.is_replicate()), True
     if problem.overlaps:
-        yield dataclasses.replace(problem, overlaps=tuple(map(_beside_computing, problem.overlaps)))
-        yield dataclasses.replace(problem, overlaps=tuple(map(_in_the_open, problem.overlaps)))
+        yield dataclasses.replace(problem, overlaps=tuple(map(_beside_computing, problem.overlaps))), False
+        yield dataclasses.replace(problem, overlaps=tuple(map(_in_the_open, problem.overlaps))), False
 
 
 def _stored_sets(choices: AxisChoices) -> list[frozenset[str]]:

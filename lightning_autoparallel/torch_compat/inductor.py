@@ -13,8 +13,6 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +48,13 @@ def find_cpp_compiler() -> str | None:
     return None
 
 
+def _lowering() -> Callable[..., Any]:
+    """Inductor's entry; importing it takes a second, which what is only planned does without."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoweredGraph:
     """A callable that takes a list of tensors, which it may empty, and its results' strides where it knows them."""
@@ -69,6 +74,7 @@ def compile_graph(
     The graph is traced once more with Inductor's decompositions, which it insists on. ``input_strides`` are those of
     placeholders that arrive in another layout than they were traced with: a forward lowered before chooses its own.
     """
+    compile_inner, decompositions = _lowering(), inductor_decompositions()
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     traced = [_example(node, {}) for node in placeholders]
     # Lowering copes with any strides; tracing would stumble over views that the captured ones allowed.
@@ -78,11 +84,11 @@ def compile_graph(
         stack.enter_context(tracing(TracingContext(fake_mode)))
         strides = stack.enter_context(TracingContext.report_output_strides())
         with fx_traceback.preserve_node_meta():
-            decomposed = make_fx(_Reshaping(graph_module).run, decomposition_table=select_decomp_table())(*traced)
+            decomposed = make_fx(_Reshaping(graph_module).run, decomposition_table=decompositions)(*traced)
         send_bools_as_bytes(decomposed)
         stack.enter_context(inductor_config.patch(_SETTINGS))
         stack.enter_context(kept_on_disk(fake_mode, _has_cpu_tensors(decomposed.graph)))
-        compiled = compile_fx_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
+        compiled = compile_inner(decomposed, examples, is_inference=is_inference, is_backward=is_backward)
     return LoweredGraph(call=_boxed(compiled), output_strides=tuple(strides or ()))
 
 
@@ -95,17 +101,21 @@ class _Reshaping(fx.Interpreter):
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions that a graph must be traced with before Inductor lowers it."""
+    from torch._inductor.decomposition import select_decomp_table
+
     return select_decomp_table()
 
 
 def compile_traced(is_inference: bool, is_backward: bool) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
     """A compiler for graphs that were traced with ``inductor_decompositions``, as AOTAutograd calls it."""
 
+    compile_inner = _lowering()
+
     def compile(graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         send_bools_as_bytes(graph_module)
         # Graphs that take the mesh of a DTensor as an input cannot be kept in Inductor's cache, which warns at length.
         with inductor_config.patch({**_SETTINGS, "fx_graph_cache": False}):
-            return compile_fx_inner(graph_module, examples, is_inference=is_inference, is_backward=is_backward)
+            return compile_inner(graph_module, examples, is_inference=is_inference, is_backward=is_backward)
 
     return compile
 

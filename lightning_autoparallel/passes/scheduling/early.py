@@ -24,11 +24,11 @@ _SPARE = 1.25  # a collective must fit so many times
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes alive at each place of the present order, the most that may be, and what a call allocates."""
+    """Bytes alive at each place of the present order, what a call allocates, and whether so many may be alive."""
 
     live_bytes: Sequence[int]
-    limit_bytes: int
     adds: Callable[[fx.Node], int]
+    fits: Callable[[int], bool]
 
 
 def early_places(calls: Calls, max_compute_prefetch: int, room: Room) -> dict[fx.Node, int]:
@@ -98,7 +98,7 @@ class _Finder:
                 continue
             late = self._late(collective, place)
             alive_bytes = max(self._live_bytes[place : old + 1])
-            has_room = late is not None and alive_bytes + sum(map(self._room.adds, late)) <= self._room.limit_bytes
+            has_room = late is not None and self._room.fits(alive_bytes + sum(map(self._room.adds, late)))
             return place if has_room else None
         return None
 

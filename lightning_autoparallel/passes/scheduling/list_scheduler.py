@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
@@ -44,7 +45,7 @@ def schedule(calls: Calls, live: LiveBytes, options: ScheduleOptions, live_bytes
 
     ``live_bytes`` are those at each node of the present order; ``live`` has run none yet.
     """
-    room = Room(live_bytes=live_bytes, limit_bytes=options.limit_bytes, adds=live.adds)
+    room = Room(live_bytes=live_bytes, adds=live.adds, fits=partial(live.fits, limit_bytes=options.limit_bytes))
     scheduler = _Scheduler(calls, live, options, early_places(calls, options.max_compute_prefetch, room))
     while scheduler.step():
         pass
@@ -141,7 +142,7 @@ class _Scheduler:
         return self._calls.times_us[node] * _FITS <= gap_us
 
     def _has_room(self, node: fx.Node) -> bool:
-        return self._live.bytes + self._live.adds(node) <= self._options.limit_bytes
+        return self._live.fits(self._live.bytes + self._live.adds(node), self._options.limit_bytes)
 
     def _make_room(self, node: fx.Node) -> None:
         while not self._has_room(node) and self._put_off:

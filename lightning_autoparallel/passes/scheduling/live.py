@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,7 +14,11 @@ from lightning_autoparallel.fx import nodes as fxn
 
 
 class LiveBytes:
-    """Bytes alive after each call that is passed to ``run``: storages go with the last call that reads them."""
+    """Bytes alive after each call that is passed to ``run``: storages go with the last call that reads them.
+
+    ``refused_bytes`` are the least that ``fits`` was asked for and said no to: a higher limit that is still below those
+    has it answer as it did.
+    """
 
     def __init__(self, graph: fx.Graph, around: Surroundings, storages: GraphStorages | None = None) -> None:
         self._storages = storages or resolve_storages(graph, around.same)
@@ -32,6 +37,14 @@ class LiveBytes:
             for node in nodes:
                 self._read.setdefault(node, []).append(index)
         self.bytes = self.peak_bytes = sum(one.size_bytes for one in around.outside)
+        self.refused_bytes = math.inf
+
+    def fits(self, alive_bytes: int, limit_bytes: int) -> bool:
+        """Whether so much may be alive at a time."""
+        if alive_bytes <= limit_bytes:
+            return True
+        self.refused_bytes = min(self.refused_bytes, alive_bytes)
+        return False
 
     def adds(self, node: fx.Node) -> int:
         """Bytes that running ``node`` allocates."""

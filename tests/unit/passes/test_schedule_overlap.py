@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import fx
@@ -11,6 +14,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.in_order import reorder
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
 from lightning_autoparallel.passes.schedule_overlap import schedule_overlap
+from lightning_autoparallel.passes.scheduling import Calls, ScheduleOptions, schedule
 from lightning_autoparallel.passes.scheduling.known import KnownOrders, structure_of
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import RUN_BEFORE
@@ -94,6 +98,24 @@ def test_any_graph_stays_whole_and_gets_no_worse(seed: int):
     assert sorted(_order(graph)) == sorted(before)
     assert COSTS.timeline(graph).time_us <= time_us
     assert predict_memory(graph, surroundings=Surroundings()).peak_bytes <= peak
+
+
+@pytest.mark.parametrize(("extra_bytes", "asked"), [(0, 2), (10**9, 1)], ids=["refused", "nothing refused"])
+def test_more_room_is_tried_where_something_was_refused(extra_bytes: int, asked: int, monkeypatch: pytest.MonkeyPatch):
+    """The order of all the room is the best in both cases."""
+    module, asked_for = sys.modules[schedule_overlap.__module__], []
+
+    def counted(calls: Calls, live: LiveBytes, options: ScheduleOptions, live_bytes: Sequence[int]) -> list[fx.Node]:
+        asked_for.append(options.limit_bytes)
+        return schedule(calls, live, options, live_bytes)
+
+    monkeypatch.setattr(module, "schedule", counted)
+    graph, free = random_graph(23), random_graph(23)
+    around = Surroundings(room_bytes=10**12)
+    schedule_overlap(graph, costs=COSTS, surroundings=lambda _: around, extra_bytes=extra_bytes)
+    assert len(asked_for) == asked
+    schedule_overlap(free, costs=COSTS, surroundings=lambda _: around, extra_bytes=10**12 - 1)
+    assert _order(graph) == _order(free)
 
 
 @pytest.mark.parametrize("seed", range(6))

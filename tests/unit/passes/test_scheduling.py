@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -40,7 +41,7 @@ def test_what_needs_a_running_collective_does_not_start_before_that_is_done(
 
 
 def _unlimited(graph: fx.Graph) -> Room:
-    return Room(live_bytes=[0] * len(graph.nodes), limit_bytes=0, adds=lambda node: 0)
+    return Room(live_bytes=[0] * len(graph.nodes), adds=lambda node: 0, fits=lambda alive_bytes: True)
 
 
 def _scheduled(graph: fx.Graph, extra_bytes: int) -> tuple[int, int]:
@@ -92,6 +93,24 @@ def test_a_schedule_keeps_to_its_limit_where_it_would_pass_it(make: Callable[[in
     free_bytes, old_bytes = _scheduled(make(seed), extra_bytes=10**9)
     peak_bytes, _ = _scheduled(make(seed), extra_bytes=0)
     assert peak_bytes <= old_bytes < free_bytes
+
+
+def _order_within(graph: fx.Graph, limit_bytes: float) -> tuple[list[str], float]:
+    """Names in the order of a limit, and the least that was refused."""
+    options = ScheduleOptions(max_compute_prefetch=50, put_off=16, limit_bytes=int(limit_bytes))
+    live, memory = LiveBytes(graph, Surroundings()), predict_memory(graph, surroundings=Surroundings())
+    order = schedule(read_calls(graph, COSTS.all_times_us(graph)), live, options, memory.live_bytes)
+    return [node.name for node in order], live.refused_bytes
+
+
+@pytest.mark.parametrize(("make", "seed"), [(_backward, 3), (_backward, 8), (random_graph, 11), (random_graph, 26)])
+def test_the_order_is_that_of_any_limit_up_to_what_was_refused(make: Callable[[int], fx.Graph], seed: int):
+    limit_bytes = predict_memory(make(seed), surroundings=Surroundings()).peak_bytes
+    order, refused_bytes = _order_within(make(seed), limit_bytes)
+    assert limit_bytes < refused_bytes < 10**9
+    assert _order_within(make(seed), refused_bytes - 1)[0] == order
+    free, nothing = _order_within(make(seed), 10**9)
+    assert nothing == math.inf and free != order
 
 
 def test_a_reduction_that_is_done_is_waited_for_wherever_its_wait_stands():

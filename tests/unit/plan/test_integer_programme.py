@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -191,10 +192,48 @@ def crowded(seed: int) -> Problem:
 
 
 def test_shares_that_are_not_whole_take_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programme is then solved as if shares had not been asked for."""
+    """Where keeping what is whole of them is not good enough, nothing is left of having asked."""
+    kept, asked = integer_programme._of_whole_ones, []
+
+    def refused(*given: Any) -> None:
+        asked.append(kept(*given))
+
+    monkeypatch.setattr(integer_programme, "_of_whole_ones", refused)
     found = [solve(crowded(seed), most_rounds=12) for seed in range(4)]
-    monkeypatch.setattr(integer_programme, "_relaxed", lambda highs, problem: None)
+    assert len(asked) == 4
+    monkeypatch.setattr(integer_programme, "_relaxed", lambda highs, problem, most_us: None)
     for seed, one in enumerate(found):
         alone = solve(crowded(seed), most_rounds=12)
         assert 0 < one.bound_us <= one.time_us
         assert (alone.taken, alone.bound_us) == (one.taken, one.bound_us)
+
+
+@pytest.mark.parametrize(("overlaps", "limits"), EVERY_WAY)
+def test_what_is_whole_of_shares_stays_where_that_is_as_good(
+    overlaps: int, limits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As good as the gap wants by brute force, too, and by a bound that holds for all combinations."""
+    kept, taken = integer_programme._of_whole_ones, []
+
+    def counted(*given: Any) -> Any:
+        taken.append(kept(*given))
+        return taken[-1]
+
+    monkeypatch.setattr(integer_programme, "_of_whole_ones", counted)
+    for seed in range(150):
+        given = problem(seed, overlaps, limits)
+        best = best_of_all(given)
+        if not math.isinf(best):
+            found = solve(given, gap=0.1)
+            assert given.fits(found.taken), seed
+            assert found.bound_us - 1e-6 <= best <= found.time_us + 1e-9 <= best * 1.1 + 1e-6, seed
+    was_kept = [values is not None for values in taken]
+    assert 5 < sum(was_kept) < len(was_kept), "some are as good, some are not"
+
+
+def test_what_takes_too_long_is_no_solution() -> None:
+    problem = crowded(0)
+    found = solve(problem)
+    assert solve(problem, most_us=found.time_us * 1.01).taken == found.taken
+    with pytest.raises(InfeasiblePlanError):
+        solve(problem, most_us=found.bound_us * 0.9)

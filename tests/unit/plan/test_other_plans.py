@@ -57,11 +57,11 @@ def test_the_best_of_the_others_comes_first_and_what_has_no_solution_is_left_out
     solved: list[int] = []
     real = other_plans.solve
 
-    def failing(problem: Any, limit_s: float, most_rounds: int) -> Solution:
+    def failing(problem: Any, limit_s: float, most_rounds: int, most_us: float) -> Solution:
         solved.append(len(solved))
         if len(solved) == 1:
             raise InfeasiblePlanError("nothing goes together")
-        return real(problem, limit_s, most_rounds=most_rounds)
+        return real(problem, limit_s, most_rounds=most_rounds, most_us=most_us)
 
     def looking(choices: Any, problem: Any, best: Any, fastest: Any) -> list[tuple[int, ...]]:
         found = other_plans.other_plans(choices, problem, best, fastest)
