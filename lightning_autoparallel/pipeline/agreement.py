@@ -55,6 +55,11 @@ class ControlGroup:
         """For who talks on the thread that trains; None where there is nobody else."""
         return self._group
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to differ from."""
+        return self._alone
+
     def agrees(self, text: str) -> bool:
         """Whether every rank gave the same text, of which 16 bytes are sent."""
         agreed = self._compare(text, None)

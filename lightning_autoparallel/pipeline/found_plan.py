@@ -42,7 +42,7 @@ from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, 
 from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, remedies
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
-from lightning_autoparallel.plan import first_spec, is_of_graph, make_plans, matching, plan_document, restore_plan
+from lightning_autoparallel.plan import first_spec, kept_plan_of, make_plans, matching, plan_document
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -178,9 +178,9 @@ class FoundPlan:
 
     def plan_of(self, captured: CapturedGraph, configured: PlanSpec, mesh: ParallelMesh) -> ShardingPlan | None:
         """The plan that was found for this very graph; None for any other."""
-        if self.spec is None or not is_of_graph(self.document, captured):
+        plan = None if self.spec is None else kept_plan_of(self.document, captured, self.spec, mesh)
+        if plan is None:
             return None
-        plan = restore_plan(self.document, captured, self.spec, mesh)
         return ShardingPlan(**{**vars(plan), "name": configured.name, "found": self.spec, "notes": self.notes})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import fx
 
@@ -22,7 +22,7 @@ def check_same_graph(captured: CapturedGraph, plan: ShardingPlan | None, control
     Raises:
         CaptureError: some rank's graph is not that of rank 0; all ranks raise it.
     """
-    difference = difference_between_ranks(fingerprint_lines(captured, plan), control)
+    difference = difference_between_ranks(lambda: fingerprint_lines(captured, plan), control)
     if difference is None:
         return
     rank, node = difference
@@ -38,7 +38,7 @@ def check_same_settings(when: str, settings: Mapping[str, object], control: Cont
     Raises:
         PassError: some rank's settings are not those of rank 0; all ranks raise it.
     """
-    _check(when, [f"{_SETTING}{name}\t{name} {value!r}" for name, value in settings.items()], control)
+    _check(when, lambda: _setting_lines(settings), control)
 
 
 def check_same_plan(plan: PlanSpec, control: ControlGroup) -> None:
@@ -56,7 +56,7 @@ def check_same_order(partitioned: PartitionedGraph, control: ControlGroup) -> No
     Raises:
         PassError: some rank's calls, or their order, are not those of rank 0; all ranks raise it.
     """
-    _check("after the passes", _lines(partitioned), control)
+    _check("after the passes", lambda: _lines(partitioned), control)
 
 
 def check_same_start(partitioned: PartitionedGraph, settings: Mapping[str, object], control: ControlGroup) -> None:
@@ -65,11 +65,14 @@ def check_same_start(partitioned: PartitionedGraph, settings: Mapping[str, objec
     Raises:
         PassError: some rank's settings or calls are not those of rank 0; all ranks raise it.
     """
-    lines = [f"{_SETTING}{name}\t{name} {value!r}" for name, value in settings.items()]
-    _check("before the passes", [*lines, *_lines(partitioned)], control)
+    _check("before the passes", lambda: [*_setting_lines(settings), *_lines(partitioned)], control)
 
 
-def _check(when: str, lines: list[str], control: ControlGroup) -> None:
+def _setting_lines(settings: Mapping[str, object]) -> list[str]:
+    return [f"{_SETTING}{name}\t{name} {value!r}" for name, value in settings.items()]
+
+
+def _check(when: str, lines: Callable[[], list[str]], control: ControlGroup) -> None:
     difference = difference_between_ranks(lines, control)
     if difference is None:
         return
@@ -96,11 +99,15 @@ def _lines(partitioned: PartitionedGraph) -> list[str]:
     return [line for name, half in partitioned.graphs().items() for line in _order_lines(name, half.graph)]
 
 
-def difference_between_ranks(lines: list[str], control: ControlGroup) -> tuple[int, str] | None:
+def difference_between_ranks(lines_of: Callable[[], list[str]], control: ControlGroup) -> tuple[int, str] | None:
     """The first rank whose lines differ from rank 0's, and the node there; None, and one small message, if all agree.
 
-    Of each line, what stands before the first tab names the node in errors; what follows is compared.
+    Of each line, what stands before the first tab names the node in errors; what follows is compared. Lines are made
+    where there are others to compare them with.
     """
+    if control.alone:
+        return None
+    lines = lines_of()
     if control.agrees("\n".join(line.split("\t", 1)[1] for line in lines)):
         return None
     gathered = control.gather(lines)

@@ -394,8 +394,9 @@ def _edge(state: _State, producer: Producer, source: Placement, target: Placemen
     if source == target:
         return 0.0
     known = state.edge_times.setdefault(producer, {})
-    if (source, target) not in known:
+    found = known.get((source, target))
+    if found is None:
         time_us = state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
         moves_batch = state.problem.is_batch_axis and is_shard(source)
-        known[source, target] = time_us * _RELUCTANCE if moves_batch else time_us
-    return known[source, target]
+        found = known[source, target] = time_us * _RELUCTANCE if moves_batch else time_us
+    return found

@@ -27,30 +27,35 @@ VERSION = 1
 
 def plan_document(captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, mesh: ParallelMesh) -> dict[str, Any]:
     """What a plan file holds: mesh, base and rules, parameter placements, and every node's call and placements."""
-    nodes = [node for node in captured.graph_module.graph.nodes if node.op != "output"]
+    nodes = _nodes(captured)
+    calls = [call_text(node) for node in nodes]
     return {
         "version": VERSION,
         "graph": captured.name,
-        "fingerprint": _fingerprint(nodes),
+        "fingerprint": _fingerprint(calls),
         "mesh": mesh.sizes,
         "axes": [axis.name for axis in plan.axes],
         **spec.as_written(),
         "parameters": {name: _texts(placements) for name, placements in plan.parameters.items()},
         "outputs": [_texts(placements) for placements in plan.outputs],
-        "nodes": [_node_entry(node, plan.nodes[node.name]) for node in nodes],
+        "nodes": [_node_entry(*each, plan.nodes[each[0].name]) for each in zip(nodes, calls, strict=True)],
     }
 
 
 def is_of_graph(document: Mapping[str, Any], captured: CapturedGraph) -> bool:
     """Whether the document's plan was made for this very graph."""
-    nodes = [node for node in captured.graph_module.graph.nodes if node.op != "output"]
-    return bool(document["graph"] == captured.name and document["fingerprint"] == _fingerprint(nodes))
+    calls = [call_text(node) for node in _nodes(captured)]
+    return bool(document["graph"] == captured.name and document["fingerprint"] == _fingerprint(calls))
 
 
-def _node_entry(node: fx.Node, placement: NodePlacement) -> dict[str, Any]:
+def _nodes(captured: CapturedGraph) -> list[fx.Node]:
+    return [node for node in captured.graph_module.graph.nodes if node.op != "output"]
+
+
+def _node_entry(node: fx.Node, call: str, placement: NodePlacement) -> dict[str, Any]:
     return {
         "at": fxn.describe(node),
-        "call": call_text(node),
+        "call": call,
         "inputs": [_texts(placements) for placements in placement.inputs],
         "outputs": [_texts(placements) for placements in placement.outputs],
     }
@@ -60,8 +65,8 @@ def _texts(placements: Placements | None) -> list[str] | None:
     return None if placements is None else [placement_text(placement) for placement in placements]
 
 
-def _fingerprint(nodes: Sequence[fx.Node]) -> str:
-    return hashlib.blake2b("\n".join(map(call_text, nodes)).encode(), digest_size=16).hexdigest()
+def _fingerprint(calls: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(calls).encode(), digest_size=16).hexdigest()
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
@@ -91,12 +96,27 @@ def restore_plan(
     Raises:
         ConfigError: the graph or the mesh is another one; the message names the first difference.
     """
-    if dict(document["mesh"]) != mesh.sizes:
-        raise ConfigError(f"the plan file was made for mesh {document['mesh']}, this job has {mesh.sizes}")
-    nodes = [node for node in captured.graph_module.graph.nodes if node.op != "output"]
-    _check_same_graph(document, nodes)
-    axes = plan_axes(spec, mesh)
-    entries = document["nodes"]
+    _check_same_mesh(document, mesh)
+    _check_same_graph(document, _nodes(captured))
+    return _plan_of(document, captured, spec, mesh)
+
+
+def kept_plan_of(
+    document: Mapping[str, Any], captured: CapturedGraph, spec: PlanSpec, mesh: ParallelMesh
+) -> ShardingPlan | None:
+    """The plan of a document if it was made for this very graph, else None.
+
+    Raises:
+        ConfigError: it was, but for another mesh.
+    """
+    if not is_of_graph(document, captured):
+        return None
+    _check_same_mesh(document, mesh)
+    return _plan_of(document, captured, spec, mesh)
+
+
+def _plan_of(document: Mapping[str, Any], captured: CapturedGraph, spec: PlanSpec, mesh: ParallelMesh) -> ShardingPlan:
+    axes, nodes, entries = plan_axes(spec, mesh), _nodes(captured), document["nodes"]
     return ShardingPlan(
         name=spec.name,
         axes=axes,
@@ -113,15 +133,20 @@ def restore_plan(
     )
 
 
+def _check_same_mesh(document: Mapping[str, Any], mesh: ParallelMesh) -> None:
+    if dict(document["mesh"]) != mesh.sizes:
+        raise ConfigError(f"the plan file was made for mesh {document['mesh']}, this job has {mesh.sizes}")
+
+
 def _check_same_graph(document: Mapping[str, Any], nodes: Sequence[fx.Node]) -> None:
-    if document["fingerprint"] == _fingerprint(nodes):
+    calls, entries = [call_text(node) for node in nodes], document["nodes"]
+    if document["fingerprint"] == _fingerprint(calls):
         return
-    entries = document["nodes"]
-    for place, (node, entry) in enumerate(zip(nodes, entries, strict=False)):
-        if call_text(node) != entry["call"]:
+    for place, (node, call, entry) in enumerate(zip(nodes, calls, entries, strict=False)):
+        if call != entry["call"]:
             raise ConfigError(
-                f"the plan file was made for another graph: node {place} is {fxn.describe(node)} `{call_text(node)}` "
-                f"here, {entry['at']} `{entry['call']}` in the file; plan anew"
+                f"the plan file was made for another graph: node {place} is {fxn.describe(node)} `{call}` here, "
+                f"{entry['at']} `{entry['call']}` in the file; plan anew"
             )
     if len(nodes) == len(entries):
         raise ConfigError("the plan file's fingerprint is not that of its own nodes: it was changed by hand; plan anew")

@@ -28,6 +28,8 @@ def _partitioned(*, swapped: bool, shift: int) -> PartitionedGraph:
 class _Control:
     """The control group as rank 1 sees it, where rank 0 runs ``theirs``."""
 
+    alone = False
+
     def __init__(self, theirs: PartitionedGraph | None = None) -> None:
         self.first: dict[str, Any] = {}
         if theirs is not None:
