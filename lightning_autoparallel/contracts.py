@@ -321,6 +321,7 @@ class GraphPrediction:
 
     ``exposed_us`` is the time in which nothing computes. ``peak_memory_bytes`` counts everything alive but parameter
     shards and optimizer state; ``at_peak`` is what that was, largest first, ``live_bytes`` the bytes at every call.
+    ``by_module`` has the parts of the computing and of the exposed time that are of each module's code, by its path.
     """
 
     time_us: float
@@ -331,6 +332,7 @@ class GraphPrediction:
     at_peak: tuple[MemoryShare, ...] = ()
     live_bytes: tuple[int, ...] = ()
     events: tuple[TimelineEvent, ...] = ()  # streams of process groups are called by their mesh axes
+    by_module: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,7 +480,7 @@ def _prediction_json(predicted: GraphPrediction | None) -> dict[str, Any]:
     """The figures of one graph; without its events and its curve, which have files of their own."""
     if predicted is None:
         return {}
-    figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes")
+    figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes", "by_module")
     return {name: getattr(predicted, name) for name in figures} | {
         "largest_at_peak": [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
     }

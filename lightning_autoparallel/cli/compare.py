@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +83,9 @@ def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
 def _kinds_table(this: PlanFigures, other: PlanFigures) -> Table:
     rows = list(kind_rows(this, other))
     table = make_table(
-        "Kinds of modules that save or move otherwise, all modules of a kind together (predicted)",
+        "Kinds of modules that take, save or move otherwise, all modules of a kind together (predicted)",
         ("modules", "", "this", "other", "difference"),
-        caption=None if rows else "every kind of module saves and moves as much in both",
+        caption="times add up to the step's" if rows else "every kind of module takes, saves and moves as much in both",
     )
     for row in rows:
         table.add_row(*row)
@@ -93,21 +93,26 @@ def _kinds_table(this: PlanFigures, other: PlanFigures) -> Table:
 
 
 def kind_rows(this: PlanFigures, other: PlanFigures) -> Iterator[tuple[str, str, str, str, str]]:
-    """Every figure of a kind of module that is another one there, the kinds that differ most in bytes first."""
+    """Every figure of a kind of module that is another one there; the kinds whose times differ most come first."""
     here, there, none = this.kinds or {}, other.kinds or {}, KindFigures()
     pairs = {kind: (here.get(kind, none), there.get(kind, none)) for kind in dict.fromkeys([*here, *there])}
-    for kind, (one, two) in sorted(pairs.items(), key=lambda pair: -_moved_apart(*pair[1])):
-        for name, value, another, text in (
+    for kind, (one, two) in sorted(pairs.items(), key=lambda pair: _apart(*pair[1]), reverse=True):
+        compared: tuple[tuple[str, Any, Any, Callable[[Any], str]], ...] = (
+            ("computing", one.computing_us, two.computing_us, format_time),
+            ("exposed communication", one.exposed_us, two.exposed_us, format_time),
             ("saved for the backward", one.saved_bytes, two.saved_bytes, format_bytes),
             ("collectives", one.launches, two.launches, str),
             ("bytes moved", one.moved_bytes, two.moved_bytes, format_bytes),
-        ):
-            if value != another:
+        )
+        for name, value, another, text in compared:
+            if text(value) != text(another):
                 yield (kind or "the step itself", *_row(name, value, another, text))
 
 
-def _moved_apart(one: KindFigures, two: KindFigures) -> int:
-    return abs(one.saved_bytes - two.saved_bytes) + abs(one.moved_bytes - two.moved_bytes)
+def _apart(one: KindFigures, two: KindFigures) -> tuple[float, int]:
+    """By how much two kinds differ: in microseconds, as they are shown, then in bytes."""
+    time_us = abs(one.computing_us + one.exposed_us - two.computing_us - two.exposed_us)
+    return round(time_us, 1), abs(one.saved_bytes - two.saved_bytes) + abs(one.moved_bytes - two.moved_bytes)
 
 
 def _named(figures: PlanFigures) -> str:

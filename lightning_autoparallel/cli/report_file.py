@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,25 @@ class Lain:
 
 @dataclass(frozen=True, kw_only=True)
 class KindFigures:
-    """What all modules of one kind save for the backward and launch in a step, on one rank."""
+    """What all modules of one kind compute, save for the backward and launch in a step, on one rank.
 
+    Times are microseconds of computing, and of waiting for collectives.
+    """
+
+    computing_us: float = 0.0
+    exposed_us: float = 0.0
     saved_bytes: int = 0
     launches: int = 0
     moved_bytes: int = 0
+
+    def __add__(self, other: KindFigures) -> KindFigures:
+        return KindFigures(
+            computing_us=self.computing_us + other.computing_us,
+            exposed_us=self.exposed_us + other.exposed_us,
+            saved_bytes=self.saved_bytes + other.saved_bytes,
+            launches=self.launches + other.launches,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +56,7 @@ class PlanFigures:
     """The figures of one report, named as they are shown; None stands for what is not known.
 
     ``collectives`` are launches and bytes of one step, by mesh axes; ``kinds`` are by kind of module, None in a file
-    of a version that did not write them.
+    of a version that did not write them, or where no times were predicted.
     """
 
     path: str
@@ -96,13 +110,21 @@ def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
         },
         collectives=_by_axes(graphs),
         sizes_bytes={name: _whole(document[key]) for name, key in _SIZES.items()},
-        kinds=_by_kind(document["modules"], graphs) if "modules" in document else None,
+        kinds=_by_kind(document["modules"], graphs) if "modules" in document and _have_times(graphs) else None,
     )
 
 
-def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Collection[str]) -> dict[str, KindFigures]:
+def _have_times(graphs: Mapping[str, Any]) -> bool:
+    return all("by_module" in graph for graph in graphs.values())
+
+
+def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Mapping[str, Any]) -> dict[str, KindFigures]:
     """Modules whose paths differ in numbers only together; of ``graphs``, which are those of a step."""
     found: dict[str, KindFigures] = {}
+
+    def add(path: str, figures: KindFigures) -> None:
+        found[kind_of(path)] = found.get(kind_of(path), KindFigures()) + figures
+
     for module in modules:
         counted = [
             one
@@ -111,12 +133,13 @@ def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Collection[str]) -> d
             for per_axes in table.values()
             for one in per_axes.values()
         ]
-        before = found.get(kind := kind_of(str(module["path"])), KindFigures())
-        found[kind] = KindFigures(
-            saved_bytes=before.saved_bytes + int(module["saved_bytes"]),
-            launches=before.launches + sum(int(one["count"]) for one in counted),
-            moved_bytes=before.moved_bytes + sum(int(one["bytes"]) for one in counted),
-        )
+        moved = sum(int(one["bytes"]) for one in counted)
+        launches = sum(int(one["count"]) for one in counted)
+        saved = int(module["saved_bytes"])
+        add(str(module["path"]), KindFigures(saved_bytes=saved, launches=launches, moved_bytes=moved))
+    for graph in graphs.values():
+        for path, (computing_us, exposed_us) in graph["by_module"].items():
+            add(str(path), KindFigures(computing_us=float(computing_us), exposed_us=float(exposed_us)))
     return found
 
 

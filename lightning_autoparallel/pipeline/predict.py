@@ -28,6 +28,7 @@ from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
+from lightning_autoparallel.pipeline.module_times import times_by_module
 
 
 def cost_model(
@@ -169,6 +170,7 @@ def _predict(
         at_peak=memory.contributors,
         live_bytes=memory.live_bytes,
         events=tuple(_on_axes(event, axes_by_group) for event in timeline.events),
+        by_module=times_by_module(graph, timeline),
     )
 
 

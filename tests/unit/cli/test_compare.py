@@ -81,17 +81,33 @@ def module(path: str, saved: int, launches: int, graph: str = "forward") -> dict
     return {"path": path, "saved_bytes": saved, "collectives": {graph: counted} if launches else {}}
 
 
-def test_kinds_of_modules_that_save_or_move_otherwise() -> None:
+def timed(report: dict[str, Any], **times: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """The report with times of modules in both graphs: of computing, and of what is exposed."""
+    return {**report, **{name: report[name] | {"by_module": times.get(name, {})} for name in ("forward", "backward")}}
+
+
+def test_kinds_of_modules_that_take_save_or_move_otherwise() -> None:
     """By hand: two norms more in the sum of a kind; what is alike is left out, and graphs of evaluation are no step."""
     alike = module("head", 8, 3)
     layers = [module(f"layers.{i}.norm", 10, 1) for i in range(2)]
-    here = {**REPORT, "modules": [*layers, alike, module("extra", 0, 9, "inference")]}
-    there = {**REPORT, "modules": [module("layers.0.norm", 5, 1, "backward"), alike, module("", 600, 0)]}
+    here = timed(
+        {**REPORT, "modules": [*layers, alike, module("extra", 0, 9, "inference")]},
+        forward={"layers.0.norm": (1.0, 0.5), "layers.1.norm": (1.0, 0.5), "head": (3.0, 0.0)},
+        backward={"layers.0.norm": (2.0, 0.0), "plain": (1.0, 0.01)},
+    )
+    there = timed(
+        {**REPORT, "modules": [module("layers.0.norm", 5, 1, "backward"), alike, module("", 600, 0)]},
+        forward={"layers.0.norm": (4.0, 0.0), "plain": (1.0, 0.0)},
+        backward={"head": (2.0, 1.0)},
+    )
     assert list(kind_rows(figures_of(here), figures_of(there))) == [
-        ("the step itself", "saved for the backward", "0 B", "600 B", "-600 B"),
+        ("layers.*.norm", "exposed communication", "1.0 us", "0.0 us", "+1.0 us"),
         ("layers.*.norm", "saved for the backward", "20 B", "5 B", "+15 B"),
         ("layers.*.norm", "collectives", "2", "1", "+1"),
         ("layers.*.norm", "bytes moved", "200 B", "100 B", "+100 B"),
+        ("the step itself", "saved for the backward", "0 B", "600 B", "-600 B"),
+        ("head", "computing", "3.0 us", "2.0 us", "+1.0 us"),
+        ("head", "exposed communication", "0.0 us", "1.0 us", "-1.0 us"),
     ]
     assert list(kind_rows(figures_of(here), figures_of(here))) == []
     assert [len(comparison_tables(figures_of(here), figures_of(other))) for other in (there, REPORT)] == [3, 2]
