@@ -4,7 +4,8 @@
 
 First `calibrate` runs on the same ranks and link, then every workload under every plan, compiled, each in fresh
 processes. With `--mbit` half of the ranks run on each of two network namespaces (`slow_link.py`). A ratio is
-measured / predicted; it prints and asserts nothing. The status is 77 where no such link can be made.
+measured / predicted; rows of equal graphs ran the same calls in the same order, and differ by measuring. It asserts
+nothing. The status is 77 where no such link can be made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.benchmarks.namespaces import NotAllowedError, slow_link
 from tests.benchmarks.slow_link import SKIPPED
 from tests.benchmarks.step_time import show
 
-HEADER = ("workload", "plan", "measured ms", "predicted ms", "ratio")
+HEADER = ("workload", "plan", "measured ms", "predicted ms", "ratio", "graphs")
 _LIMIT_S = 900.0
 
 
@@ -76,11 +77,12 @@ def rows(arguments: argparse.Namespace, rates: str, hosts: Sequence[Host]) -> It
             try:
                 found = measured(arguments, name, plan, rates, hosts)
             except MeasurementError as error:
-                yield [name, plan, "-", "-", first_line(str(error))]
+                yield [name, plan, "-", "-", first_line(str(error)), "-"]
                 continue
             predicted = found.predicted_ms
             ratio = "-" if predicted is None else f"{found.step_ms / predicted:.2f}"
-            yield [name, plan, f"{found.step_ms:.1f}", "-" if predicted is None else f"{predicted:.1f}", ratio]
+            shown = "-" if predicted is None else f"{predicted:.1f}"
+            yield [name, plan, f"{found.step_ms:.1f}", shown, ratio, found.graphs or "-"]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_autoparallel.callbacks.peak_memory import MemoryProbe, memory_probe
 from lightning_autoparallel.cli.bench.measurements import RankResult
+from lightning_autoparallel.cli.bench.same_graphs import graphs_digest
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
@@ -127,6 +128,7 @@ class BenchClock(Callback):
             backend=dist.get_backend() if dist.is_initialized() else "none",
             sent_bytes=_per_batch(self._sent[timed]),
             predicted_ms=None if report is None or report.whole_step_us is None else report.whole_step_us / 1e3,
+            graphs=None if report is None else graphs_digest(report),
             cpu_ms=(self._cpu_s[timed][-1] - self._cpu_s[timed][0]) * 1e3 / self._steps,
         )
 

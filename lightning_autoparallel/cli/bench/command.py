@@ -18,6 +18,7 @@ from lightning_autoparallel.cli.bench.bench_options import BenchOptions, bench_o
 from lightning_autoparallel.cli.bench.contenders import schedule
 from lightning_autoparallel.cli.bench.measurements import Contender, Job, Runs
 from lightning_autoparallel.cli.bench.processes import MeasurementError, ended_by_signals, measure
+from lightning_autoparallel.cli.bench.same_graphs import same_graph_lines
 from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, predicted_lines, problems
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.lightning_compat import LIGHTNING_VERSION
@@ -83,7 +84,8 @@ def show(all_runs: Sequence[Runs], options: BenchOptions) -> None:
     facts, found = machine(options, all_runs), problems(all_runs, all_runs[0])
     print(*title(facts), "", sep="\n", flush=True)
     print_table(comparison(all_runs, all_runs[0]))
-    print("", *predicted_lines(all_runs), *NOTES, *(f"problem: {line}" for line in found), sep="\n", flush=True)
+    said = (*predicted_lines(all_runs), *same_graph_lines(all_runs))
+    print("", *said, *NOTES, *(f"problem: {line}" for line in found), sep="\n", flush=True)
     if options.output is not None:
         figures = {"measured_on": facts, "contenders": as_json(all_runs, all_runs[0]), "problems": found}
         ArtifactWriter(Path(options.output).parent).text(Path(options.output).name, to_json(figures))

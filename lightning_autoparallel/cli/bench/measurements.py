@@ -43,7 +43,8 @@ class RankResult:
     this process's, of all batches. ``compile_s`` is None where compiling cannot be told from the first step, and
     ``planned_launches`` where nothing is planned. ``sent_bytes`` left the host per timed batch, through the network
     interface that gloo is told to use; None if it is told none. ``cpu_ms`` are of this process, all threads, per timed
-    batch. ``predicted_ms`` are of a whole step, where the hardware's rates were measured.
+    batch. ``predicted_ms`` are of a whole step, where the hardware's rates were measured. ``graphs`` is equal for steps
+    that run the same calls in the same order.
     """
 
     step_ms: Sequence[float]
@@ -60,6 +61,7 @@ class RankResult:
     sent_bytes: float | None = None
     cpu_ms: float | None = None
     predicted_ms: float | None = None
+    graphs: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ class Measurement:
     sent_bytes: float | None = None
     cpu_ms: float | None = None
     predicted_ms: float | None = None
+    graphs: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,7 @@ def combine(ranks: Sequence[RankResult]) -> Measurement:
         sent_bytes=first.sent_bytes,
         cpu_ms=first.cpu_ms,
         predicted_ms=first.predicted_ms,
+        graphs=first.graphs,
     )
 
 
