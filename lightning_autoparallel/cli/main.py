@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from lightning_autoparallel.cli.app import AutoParallelCLI
@@ -23,5 +24,13 @@ def main(args: ArgsType = None) -> int:
     return report_errors(lambda: AutoParallelCLI(AutoParallelStrategy, args=args))
 
 
+def console() -> int:
+    """``main`` of a process that ends with it."""
+    status = main()
+    if sys.argv[1:2] == ["plan"]:
+        gc.freeze()  # graphs go with the process: to look for cycles among them first takes seconds
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())
