@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, is_not
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Structures:
@@ -27,8 +27,17 @@ class Structures:
         return len(self._known) - 1
 
 
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
 class ModuleStates:
-    """The key of one module's state, read without walking the module again while its parts are the same."""
+    """The key of one module's state, read without walking the module again while its parts are the same.
+
+    ``parameters`` and ``buffers``, by name, are those as of the last ``key``.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    buffers: Mapping[str, Tensor]
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._structures = module, Structures()
@@ -42,7 +51,8 @@ class ModuleStates:
     def key(self) -> Hashable:
         """Equal for states that share a graph."""
         if (
-            any(map(is_not, self._now(), self._parts))
+            any(own[name] is not table for own, name, table in self._held)
+            or any(map(is_not, self._now(), self._parts))
             or any(self._empty)
             or sum(map(len, self._tables)) != len(self._parts)
         ):
@@ -52,7 +62,7 @@ class ModuleStates:
             self._names,
             self._structure,
             training,
-            tuple([parameter.requires_grad for parameter in self._parameters]),
+            tuple([parameter.requires_grad for parameter in self.parameters]),
         )
 
     def _now(self) -> Iterator[Any]:
@@ -62,11 +72,12 @@ class ModuleStates:
         modules = list(self._module.modules())
         self._structure = self._structures.number(modules)
         self._attributes = [vars(module) for module in modules]
-        tables = [own[name] for own in self._attributes for name in ("_modules", "_parameters", "_buffers")]
+        self._held = [(own, name, own[name]) for own in self._attributes for name in _TABLES]
+        tables = [table for _, _, table in self._held]
         self._tables = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
         self._parts = list(self._now())
-        self._parameters = list(self._module.parameters())
-        names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
+        self.parameters, self.buffers = tuple(self._module.parameters()), dict(self._module.named_buffers())
+        names = [*(name for name, _ in self._module.named_parameters()), *self.buffers]
         text = repr((names, [name for name, _ in self._module.named_modules()]))
         self._names = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # equal on all ranks

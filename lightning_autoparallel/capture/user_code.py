@@ -56,6 +56,7 @@ class StepCalls:
         finally:
             self._kept.forget()
             self._made.clear()
+            self._quiet.clear()
             for table, name in self._converted:
                 del table[name]
             self._converted.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,17 @@ def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
     return [_placements_table(this, other), *kinds, costs]
 
 
+_ADD_UP = "differences of times add up to the step's, but for rounding; kinds that differ in nothing are left out"
+_SAME = "every kind of module takes, saves and moves as much in both"
+
+
 def _kinds_table(this: PlanFigures, other: PlanFigures) -> Table:
     rows = list(kind_rows(this, other))
+    have_times = this.times_by_kind and other.times_by_kind
     table = make_table(
         "Kinds of modules that take, save or move otherwise, all modules of a kind together (predicted)",
         ("modules", "", "this", "other", "difference"),
-        caption="times add up to the step's" if rows else "every kind of module takes, saves and moves as much in both",
+        caption=(_ADD_UP if rows else _SAME) if have_times else "one of the reports has no times by kind of module",
     )
     for row in rows:
         table.add_row(*row)
@@ -93,26 +98,37 @@ def _kinds_table(this: PlanFigures, other: PlanFigures) -> Table:
 
 
 def kind_rows(this: PlanFigures, other: PlanFigures) -> Iterator[tuple[str, str, str, str, str]]:
-    """Every figure of a kind of module that is another one there; the kinds whose times differ most come first."""
+    """Every figure of a kind of module that is another one there; the kinds whose times differ most come first.
+
+    Times are told where both reports have them, and differ by what is shown of them.
+    """
     here, there, none = this.kinds or {}, other.kinds or {}, KindFigures()
     pairs = {kind: (here.get(kind, none), there.get(kind, none)) for kind in dict.fromkeys([*here, *there])}
-    for kind, (one, two) in sorted(pairs.items(), key=lambda pair: _apart(*pair[1]), reverse=True):
-        compared: tuple[tuple[str, Any, Any, Callable[[Any], str]], ...] = (
-            ("computing", one.computing_us, two.computing_us, format_time),
-            ("exposed communication", one.exposed_us, two.exposed_us, format_time),
+    have_times = this.times_by_kind and other.times_by_kind
+    for kind, (one, two) in sorted(
+        pairs.items(), key=lambda pair: _apart(pair[1][0], pair[1][1], have_times), reverse=True
+    ):
+        times = [
+            ("computing", one.computing_us, two.computing_us),
+            ("exposed communication", one.exposed_us, two.exposed_us),
+        ]
+        for name, time_us, another_us in times if have_times else []:
+            if format_time(time_us) != format_time(another_us):
+                yield (kind or "the step itself", *_row(name, time_us, another_us, format_time))
+        for name, value, another, text in (
             ("saved for the backward", one.saved_bytes, two.saved_bytes, format_bytes),
             ("collectives", one.launches, two.launches, str),
             ("bytes moved", one.moved_bytes, two.moved_bytes, format_bytes),
-        )
-        for name, value, another, text in compared:
-            if text(value) != text(another):
+        ):
+            if value != another:
                 yield (kind or "the step itself", *_row(name, value, another, text))
 
 
-def _apart(one: KindFigures, two: KindFigures) -> tuple[float, int]:
+def _apart(one: KindFigures, two: KindFigures, have_times: bool) -> tuple[float, int]:
     """By how much two kinds differ: in microseconds, as they are shown, then in bytes."""
     time_us = abs(one.computing_us + one.exposed_us - two.computing_us - two.exposed_us)
-    return round(time_us, 1), abs(one.saved_bytes - two.saved_bytes) + abs(one.moved_bytes - two.moved_bytes)
+    in_bytes = abs(one.saved_bytes - two.saved_bytes) + abs(one.moved_bytes - two.moved_bytes)
+    return round(time_us, 1) if have_times else 0.0, in_bytes
 
 
 def _named(figures: PlanFigures) -> str:

@@ -56,7 +56,7 @@ class PlanFigures:
     """The figures of one report, named as they are shown; None stands for what is not known.
 
     ``collectives`` are launches and bytes of one step, by mesh axes; ``kinds`` are by kind of module, None in a file
-    of a version that did not write them, or where no times were predicted.
+    of a version that did not write them; ``times_by_kind`` says whether their times are known.
     """
 
     path: str
@@ -68,6 +68,7 @@ class PlanFigures:
     collectives: Mapping[str, tuple[int, int]]
     sizes_bytes: Mapping[str, int | None]
     kinds: Mapping[str, KindFigures] | None = None
+    times_by_kind: bool = False
 
 
 def read_report(path: str | Path) -> PlanFigures:
@@ -110,12 +111,9 @@ def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
         },
         collectives=_by_axes(graphs),
         sizes_bytes={name: _whole(document[key]) for name, key in _SIZES.items()},
-        kinds=_by_kind(document["modules"], graphs) if "modules" in document and _have_times(graphs) else None,
+        kinds=_by_kind(document["modules"], graphs) if "modules" in document else None,
+        times_by_kind=all("by_module" in graph for graph in graphs.values()),
     )
-
-
-def _have_times(graphs: Mapping[str, Any]) -> bool:
-    return all("by_module" in graph for graph in graphs.values())
 
 
 def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Mapping[str, Any]) -> dict[str, KindFigures]:
@@ -133,12 +131,11 @@ def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Mapping[str, Any]) ->
             for per_axes in table.values()
             for one in per_axes.values()
         ]
-        moved = sum(int(one["bytes"]) for one in counted)
-        launches = sum(int(one["count"]) for one in counted)
+        moved, launches = (sum(int(one[key]) for one in counted) for key in ("bytes", "count"))
         saved = int(module["saved_bytes"])
         add(str(module["path"]), KindFigures(saved_bytes=saved, launches=launches, moved_bytes=moved))
     for graph in graphs.values():
-        for path, (computing_us, exposed_us) in graph["by_module"].items():
+        for path, (computing_us, exposed_us) in graph.get("by_module", {}).items():
             add(str(path), KindFigures(computing_us=float(computing_us), exposed_us=float(exposed_us)))
     return found
 

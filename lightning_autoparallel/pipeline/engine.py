@@ -99,7 +99,7 @@ class StepEngine:
     _variants: dict[Any, list[Variant]] = field(default_factory=dict)
     _captures: dict[str, int] = field(default_factory=dict)
     backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
-    _modes: ModuleStates | None = None
+    modes: ModuleStates | None = None  # of the module, as of the step that is ready
     _copies: list[nn.Module] = field(default_factory=list)  # that are sharded, too
     _hooks: list[RemovableHandle] = field(default_factory=list)  # of modules that are sharded
     _checked: Any = None  # what the module was made of when its parameters were looked at
@@ -183,7 +183,7 @@ class StepEngine:
         """The module is made of other parameters: what was captured of it is nothing that could run."""
         for known in (self.layouts, self._variants, self._captures, self._structures, self._numbers):
             known.clear()  # type: ignore[attr-defined]
-        self._modes = self._checked = None
+        self.modes = self._checked = None
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
@@ -301,10 +301,10 @@ class StepEngine:
 
     def _module_state(self) -> Any:
         """What besides the batch changes the graph: modes of submodules, frozen parameters."""
-        if self._modes is None:
-            self._modes = ModuleStates(self.module)
-        key = self._modes.key()
-        self._check_parts(self._modes.parts)
+        if self.modes is None:
+            self.modes = ModuleStates(self.module)
+        key = self.modes.key()
+        self._check_parts(self.modes.parts)
         return key
 
     def _call_state(self, call: StepCall) -> Any:

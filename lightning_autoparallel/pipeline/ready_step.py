@@ -66,12 +66,13 @@ class ReadyStep:
     def _tensors(self) -> list[Tensor]:
         return [leaf for _, leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    def _state(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _state(self) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
         """The parameters that the step reads, and its buffers by name, as they are now."""
-        module = self.engine.module
         if self.call.local:
-            return state_of(module, self.variant.step.captured)
-        return list(module.parameters()), dict(module.named_buffers())
+            return state_of(self.engine.module, self.variant.step.captured)
+        modes = self.engine.modes
+        assert modes is not None, "a step of the whole module is ready once the module's state was looked at"
+        return modes.parameters, dict(modes.buffers)
 
     def _given(self, numbers: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of the batch, and the numbers that the graph takes."""

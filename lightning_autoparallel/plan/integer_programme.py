@@ -21,10 +21,11 @@ not, most choices are whole all the same. Those stay, and what is left of the ot
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import highspy
@@ -62,10 +63,11 @@ def solve(
     Args:
         start: alternatives to begin with.
         most_rounds: of the solver's cuts and nodes; unlike seconds they end at the same plan on a busy machine.
-        most_us: of no interest is what takes longer.
+        most_us: of no interest is what takes longer, which ends early, but may be found all the same.
 
     Raises:
-        InfeasiblePlanError: nothing goes together, or in ``most_us``, or the limit has come before anything was found.
+        InfeasiblePlanError: nothing goes together, or not even shares in ``most_us``, or the limit has come before
+            anything was found.
     """
     programme = _Programme(problem)
     highs = highspy.Highs()
@@ -82,7 +84,7 @@ def solve(
     if bound_us is None:
         bound_us, values = _whole(highs, programme, problem, start, most_rounds)
     elif not programme.is_whole(values):
-        near = _of_whole_ones(highs, programme, values, bound_us * (1 + gap))
+        near = _of_whole_ones(highs, programme, values, min(bound_us * (1 + gap), most_us), most_rounds)
         if near is None:
             bound_us, values = _whole(highs, programme, problem, start, most_rounds)
         else:
@@ -123,17 +125,20 @@ def _relaxed(highs: highspy.Highs, problem: Problem, most_us: float) -> float | 
 
 
 def _of_whole_ones(
-    highs: highspy.Highs, programme: _Programme, shares: np.ndarray, most_us: float
+    highs: highspy.Highs, programme: _Programme, shares: np.ndarray, most_us: float, most_rounds: int | None
 ) -> np.ndarray | None:
     """The best where choices that ``shares`` have whole stay as they are; None where that takes over ``most_us``."""
     columns = np.flatnonzero(programme.are_whole & (shares > 1 - _WHOLE)).astype(np.int32)
     ones = np.ones(len(columns))
     highs.changeColsBounds(len(columns), columns, ones, ones)
     highs.clearSolver()
-    highs.run()
+    highs.setOptionValue("objective_bound", most_us)  # it ends where nothing is that good
+    with _interrupted(highs, most_rounds):
+        highs.run()
     info = highs.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = _values(highs) if found and info.objective_function_value <= most_us else None
+    highs.setOptionValue("objective_bound", math.inf)
     highs.changeColsBounds(len(columns), columns, np.zeros(len(columns)), ones)
     return values
 
@@ -153,9 +158,8 @@ def _whole(
     highs.clearSolver()  # shares are no solution to begin with: trying them takes rounds
     if start is not None:
         highs.setSolution(programme.solution_of(start))
-    if most_rounds is not None:
-        highs.cbMipInterrupt.subscribe(_after(most_rounds))
-    highs.run()
+    with _interrupted(highs, most_rounds):
+        highs.run()
     _check_feasible(highs, problem)
     return highs.getInfo().mip_dual_bound, _values(highs)
 
@@ -173,15 +177,23 @@ def _check_feasible(highs: highspy.Highs, problem: Problem) -> None:
         )
 
 
-def _after(most_rounds: int) -> Callable[[highspy.HighsCallbackEvent], None]:
-    """What stops the solver where it asks for the ``most_rounds``-th time whether to go on."""
+@contextlib.contextmanager
+def _interrupted(highs: highspy.Highs, most_rounds: int | None) -> Iterator[None]:
+    """The solver stops where it asks for the ``most_rounds``-th time whether to go on."""
     rounds = itertools.count(1)
 
     def ask(event: highspy.HighsCallbackEvent) -> None:
-        if next(rounds) >= most_rounds:
+        if most_rounds is not None and next(rounds) >= most_rounds:
             event.interrupt()
 
-    return ask
+    if most_rounds is None:
+        yield
+        return
+    highs.cbMipInterrupt.subscribe(ask)
+    try:
+        yield
+    finally:
+        highs.cbMipInterrupt.unsubscribe(ask)
 
 
 @dataclass

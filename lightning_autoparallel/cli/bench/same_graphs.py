@@ -10,16 +10,22 @@ from lightning_autoparallel.contracts import PlanReport
 
 
 def graphs_digest(report: PlanReport) -> str | None:
-    """A short text for the calls of a step in their order, what is alive at each, and how parameters lie.
+    """A short text for the calls of a step in their order and times, what is alive at each, and parameters' shards.
 
-    None where the step's times could not be predicted: its calls are not told then.
+    Axes may have other names: streams of collectives are told by which came first. None where the step's times could
+    not be predicted: its calls are not told then.
     """
     if report.step_time_us is None:
         return None
-    graphs = [(name, report.predictions[name]) for name in report.step_graphs]
-    calls = [(name, graph.events, graph.live_bytes) for name, graph in graphs]
-    lying = [(name, sorted(lain.placements.items())) for name, lain in sorted(report.parameters.items())]
-    return hashlib.blake2b(repr((calls, lying)).encode(), digest_size=6).hexdigest()
+    streams: dict[str, int] = {}
+    calls = [
+        (event.name, streams.setdefault(event.stream, len(streams)), event.start_us, event.duration_us)
+        for name in report.step_graphs
+        for event in report.predictions[name].events
+    ]
+    live = [report.predictions[name].live_bytes for name in report.step_graphs]
+    shards = sorted((name, lain.local_shape) for name, lain in report.parameters.items())
+    return hashlib.blake2b(repr((calls, live, shards)).encode(), digest_size=6).hexdigest()
 
 
 def same_graph_lines(all_runs: Sequence[Runs]) -> list[str]:

@@ -29,7 +29,6 @@ from lightning_autoparallel.cli.bench.measurements import Contender, Job, Measur
 from lightning_autoparallel.cli.bench.processes import MeasurementError, environment, failure, run_ranks
 from lightning_autoparallel.cli.bench.rank import timed_only
 from lightning_autoparallel.cli.bench.rows import RowSplit
-from lightning_autoparallel.cli.bench.same_graphs import same_graph_lines
 from lightning_autoparallel.cli.bench.table import as_json, make_rows, predicted_lines, problems, ratio
 from lightning_autoparallel.cli.bench.wrap import blocks, parts, policy
 from lightning_autoparallel.cli.main import main
@@ -61,22 +60,6 @@ def test_predictions_stand_beside_what_was_measured():
     known = replace(MEASURED, predicted_ms=8.0)
     lines = predicted_lines([runs(known, known, name="autoparallel"), runs(MEASURED)])
     assert lines == ["autoparallel: 10.0 ms measured, 8.0 predicted: 1.25 x"]
-
-
-def test_contenders_of_the_same_graphs_are_told():
-    """Not one whose rounds differ, nor those of which nothing is known."""
-    one, other = replace(MEASURED, graphs="a"), replace(MEASURED, graphs="b")
-    found = [
-        runs(one, one, name="plan auto"),
-        runs(one, name="plan ddp"),
-        runs(other, name="plan fsdp"),
-        runs(other, one, name="plan tp"),
-        runs(MEASURED, name="ddp"),
-        runs(MEASURED, name="fsdp2"),
-    ]
-    (line,) = same_graph_lines(found)
-    assert line.startswith("plan auto, plan ddp ran the same graphs")
-    assert same_graph_lines(found[1:]) == []
 
 
 def runs(*measured: Measurement, name: str = "ddp", errors: tuple[str, ...] = ()) -> Runs:

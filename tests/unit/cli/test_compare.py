@@ -111,6 +111,9 @@ def test_kinds_of_modules_that_take_save_or_move_otherwise() -> None:
     ]
     assert list(kind_rows(figures_of(here), figures_of(here))) == []
     assert [len(comparison_tables(figures_of(here), figures_of(other))) for other in (there, REPORT)] == [3, 2]
+    untimed = {**there, "backward": REPORT["backward"]}
+    names = [row[1] for row in kind_rows(figures_of(here), figures_of(untimed))]
+    assert names == ["saved for the backward", "saved for the backward", "collectives", "bytes moved"]
 
 
 def test_a_graph_without_predictions_leaves_times_unknown() -> None:

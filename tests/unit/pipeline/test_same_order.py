@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import PartitionedGraph
 from lightning_autoparallel.errors import PassError
-from lightning_autoparallel.pipeline.same_order import check_same_order
+from lightning_autoparallel.pipeline.same_order import check_same_order, difference_between_ranks
 from tests.unit.cost._graphs import Builder, aten
 
 
@@ -53,3 +53,10 @@ def test_the_first_call_that_differs_is_named():
     control = _Control(_partitioned(swapped=False, shift=0))
     with pytest.raises(PassError, match=r"rank 1 differs at add_scalar of the forward from rank 0, so that their"):
         check_same_order(_partitioned(swapped=True, shift=0), control)
+
+
+def test_who_is_alone_writes_nothing_to_compare() -> None:
+    """Planning for thousands of ranks is done by one."""
+    alone = _Control()
+    alone.alone = True
+    assert difference_between_ranks(lambda: pytest.fail("lines were made"), alone) is None
