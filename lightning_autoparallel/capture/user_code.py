@@ -8,7 +8,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_autoparallel.capture.kept_results import KeptResults
 from lightning_autoparallel.capture.outside import asked_in_c, asked_in_python, may_ask, refused_outside
 from lightning_autoparallel.capture.places import MISSING, Place
 from lightning_autoparallel.capture.reads import StateReads
-from lightning_autoparallel.capture.sources import is_user_file, user_line
+from lightning_autoparallel.capture.sources import is_engine_file, is_user_file, user_line
 
 _GENERATORS = (random.Random, np.random.RandomState)
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
@@ -34,7 +34,10 @@ class StepCalls:
     def __init__(self, reads: StateReads) -> None:
         self._reads = reads
         self.seen: set[CodeType] = set()
-        self._quiet: dict[int, CodeType] = {}  # code of which nothing is asked, kept so that its id stays its own
+        # Code of which nothing is asked, and the engine's in it, by id, kept so that the ids stay theirs. Code is
+        # looked up millions of times: its hash is slow.
+        self._quiet: dict[int, CodeType] = {}
+        self._engines: dict[int, CodeType] = {}
         self._kept = KeptResults()
         self._made: dict[int, Any] = {}  # objects whose making the run has seen, kept so that their ids stay theirs
         self._converted: list[tuple[dict[str, Any], str]] = []
@@ -49,7 +52,7 @@ class StepCalls:
         before: Any = sys.getprofile()
         self.seen.clear()
         self.entered = self.drew_at = "?"
-        sys.setprofile(self._event)
+        sys.setprofile(self._hook())
         try:
             with refused_outside(self._reads.watcher):
                 yield
@@ -57,6 +60,7 @@ class StepCalls:
             self._kept.forget()
             self._made.clear()
             self._quiet.clear()
+            self._engines.clear()
             for table, name in self._converted:
                 del table[name]
             self._converted.clear()
@@ -84,21 +88,30 @@ class StepCalls:
                     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}", name
         return None
 
-    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Runs millions of times: the hash of code is slow, its id is not."""
-        if not self._reads.on:
-            return
-        if event == "c_call":
-            self._builtin(frame, argument)
-            return
-        code = frame.f_code
-        if id(code) in self._quiet:
-            return
-        if event == "call":
+    def _hook(self) -> Callable[[FrameType, str, Any], None]:
+        """What the interpreter calls at each event; most are of the engine's own code and torch's."""
+        reads, quiet, engines = self._reads, self._quiet, self._engines
+
+        def event(frame: FrameType, kind: str, argument: Any) -> None:
+            if kind == "c_return" or not reads.on:
+                return
+            code = frame.f_code
+            if kind == "c_call":
+                if id(code) not in engines:
+                    self._builtin(frame, argument)
+            elif id(code) not in quiet:
+                self._event(frame, code, kind, argument)
+
+        return event
+
+    def _event(self, frame: FrameType, code: CodeType, kind: str, argument: Any) -> None:
+        if kind == "call":
             self._called(frame, code)
             if self._is_quiet(code):
                 self._quiet[id(code)] = code
-        elif event == "return":
+                if is_engine_file(code.co_filename):
+                    self._engines[id(code)] = code
+        elif kind == "return":
             self._refuse(self._kept.returned(code, argument, self._reads.writes()), frame)
 
     def _is_quiet(self, code: CodeType) -> bool:

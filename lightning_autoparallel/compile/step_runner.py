@@ -15,7 +15,7 @@ from lightning_autoparallel.compile.second_order import Again, gradients_again
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
-from lightning_autoparallel.torch_compat.dtensors import laid_out_like
+from lightning_autoparallel.torch_compat.dtensors import laid_out_like, part_of
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 
 
@@ -60,8 +60,7 @@ def _results(step: CompiledStep) -> int:
 
 
 def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.detach()
+    local = (part_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     return layout.padded(local) if layout is not None else local
 
 
@@ -231,6 +230,6 @@ def laid_out_as(parameter: Tensor | None, gradient: Tensor) -> Tensor:
     others, on a CPU they update other elements without a word. Parts of other shapes wait for their reduction, whose
     graph takes contiguous ones.
     """
-    if isinstance(parameter, DTensor) and (own := parameter.to_local()).shape == gradient.shape:
+    if isinstance(parameter, DTensor) and (own := part_of(parameter)).shape == gradient.shape:
         return laid_out_like(own, gradient)
     return gradient.contiguous()

@@ -33,6 +33,11 @@ def around(local: Tensor, description: Description) -> DTensor:
     return DTensor(local.view_as(local), description, requires_grad=False)
 
 
+def part_of(tensor: DTensor) -> Tensor:
+    """This rank's part itself: ``to_local`` makes a view of it, which takes as long as all else of a call does."""
+    return tensor._local_tensor
+
+
 def laid_out_like(expected: Tensor, given: Tensor) -> Tensor:
     """``given`` with the strides of ``expected``, which is of its shape: itself, or a copy."""
     if given.stride() == expected.stride():
@@ -47,7 +52,7 @@ def as_parameter_lies(parameter: DTensor, given: DTensor) -> DTensor:
     A DTensor's own strides say nothing of its part's: torch takes them from the parameter. Parts of different shapes
     are left as they are.
     """
-    own, part = parameter._local_tensor, given._local_tensor
+    own, part = part_of(parameter), part_of(given)
     if own.shape != part.shape or (own.stride() == part.stride() and given.stride() == parameter.stride()):
         return given
     description = described(
