@@ -180,15 +180,15 @@ def _check_feasible(highs: highspy.Highs, problem: Problem) -> None:
 @contextlib.contextmanager
 def _interrupted(highs: highspy.Highs, most_rounds: int | None) -> Iterator[None]:
     """The solver stops where it asks for the ``most_rounds``-th time whether to go on."""
-    rounds = itertools.count(1)
-
-    def ask(event: highspy.HighsCallbackEvent) -> None:
-        if most_rounds is not None and next(rounds) >= most_rounds:
-            event.interrupt()
-
     if most_rounds is None:
         yield
         return
+    rounds = itertools.count(1)
+
+    def ask(event: highspy.HighsCallbackEvent) -> None:
+        if next(rounds) >= most_rounds:
+            event.interrupt()
+
     highs.cbMipInterrupt.subscribe(ask)
     try:
         yield

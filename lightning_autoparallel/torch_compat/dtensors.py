@@ -34,7 +34,7 @@ def around(local: Tensor, description: Description) -> DTensor:
 
 
 def part_of(tensor: DTensor) -> Tensor:
-    """This rank's part itself: ``to_local`` makes a view of it, which takes as long as all else of a call does."""
+    """This rank's part itself, of which ``to_local`` makes a view: one for each parameter at each step."""
     return tensor._local_tensor
 
 
