@@ -1,8 +1,10 @@
 """What it costs to compute the calls of a graph, on the local shapes in ``meta["val"]``.
 
 The larger of the time for the FLOPs, at a fraction of the datasheet's peak that ``HardwareSpec`` keeps at 75 % at
-most, and the time for the bytes (``fusion.py``): the roofline model (Williams, Waterman, Patterson 2009). Time on the
-host is not counted, only what a kernel's launch costs on the device.
+most, and the time for the bytes (``fusion.py``): the roofline model (Williams, Waterman, Patterson 2009). Where it was
+measured, what attention and convolutions do per element of their operands adds to the time for their FLOPs: short
+sequences and few channels leave few FLOPs for each. Time on the host is not counted, only what a kernel's launch costs
+on the device.
 """
 
 from __future__ import annotations
@@ -62,18 +64,24 @@ def _time_us(
         # What stays in registers is no kernel of its own.
         return max(moving_us, hardware.kernel_latency_us) if size_bytes else 0.0
     flops = node_flops(node) * flops_share
-    computing_us = flops_time_us(flops, _dtype(node), _work(node), hardware, _is_causal(node)) if flops else 0.0
+    if not flops:
+        return max(moving_us, hardware.kernel_latency_us)
+    computing_us = computing_time_us(flops, size_bytes, _dtype(node), _work(node), hardware, _is_causal(node))
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 
-def flops_time_us(flops: float, dtype: torch.dtype, work: Work, hardware: HardwareSpec, is_causal: bool) -> float:
+def computing_time_us(
+    flops: float, size_bytes: float, dtype: torch.dtype, work: Work, hardware: HardwareSpec, is_causal: bool
+) -> float:
     """Microseconds of computing so many FLOPs, of which causal attention counts half of its pairs.
+
+    ``size_bytes`` are read and written.
 
     Raises:
         ConfigError: the hardware has no peak for the dtype.
     """
     computed = flops * hardware.causal_share / _NEEDED_SHARE if is_causal else flops
-    return computed / (hardware.achieved_tflops(dtype, work) * 1e6)
+    return computed / (hardware.achieved_tflops(dtype, work) * 1e6) + hardware.operand_time_us(size_bytes, dtype, work)
 
 
 def _work(node: fx.Node) -> Work:

@@ -16,7 +16,7 @@ from lightning_autoparallel.errors import ConfigError, did_you_mean
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
 BACKENDS = ("nccl", "gloo")
 _FILES = (".yaml", ".yml")
-_BY_DTYPE = ("peak_tflops", "attention_tflops", "convolution_tflops")
+_BY_DTYPE = ("peak_tflops", "attention_tflops", "convolution_tflops", "attention_gb_per_s", "convolution_gb_per_s")
 
 Work = Literal["product", "attention", "convolution"]
 
@@ -29,7 +29,8 @@ class HardwareSpec:
     are of those, ``memory_fraction`` is of ``memory_gb_per_s``. Links are per rank, with what NCCL's protocols cost
     taken off already; ``launch_latency_us`` is what starting any collective costs beside its hops.
 
-    Where they were measured: ``attention_tflops`` and ``convolution_tflops`` by dtype, in place of fractions;
+    Where they were measured: ``attention_tflops`` and ``convolution_tflops`` by dtype, in place of fractions, and
+    ``attention_gb_per_s`` and ``convolution_gb_per_s``, at which what they read and write adds to that;
     ``causal_share``, of attention's pairs that causal attention computes, half of which are needed;
     ``optimizer_gb_per_s``, at which AdamW moves what it has to; ``overlap_share``, how much of the time of a collective
     is lost by what computes beside it, and ``overlap_pace``, at which the collective goes on meanwhile, 1 as alone;
@@ -61,6 +62,8 @@ class HardwareSpec:
     parameter_latency_us: float | None = None
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
     convolution_tflops: Mapping[str, float] = field(default_factory=dict)
+    attention_gb_per_s: Mapping[str, float] = field(default_factory=dict)
+    convolution_gb_per_s: Mapping[str, float] = field(default_factory=dict)
     causal_share: float = 0.5
     optimizer_gb_per_s: float | None = None
     overlap_share: float = 0.0
@@ -119,6 +122,15 @@ class HardwareSpec:
         if measured is not None:
             return measured
         return self.peak_of(dtype) * (self.attention_fraction if work == "attention" else self.matmul_fraction)
+
+    def operand_time_us(self, size_bytes: float, dtype: torch.dtype, work: Work) -> float:
+        """Microseconds that so many bytes of operands and results add to what such work takes for its FLOPs.
+
+        0 where no such rate was measured: then bytes count beside FLOPs, by the memory's bandwidth, not with them.
+        """
+        tables = {"attention": self.attention_gb_per_s, "convolution": self.convolution_gb_per_s}
+        measured = tables.get(work, {}).get(str(dtype).removeprefix("torch."))
+        return 0.0 if measured is None else size_bytes / (measured * 1e3)
 
     def host_time_us(self, parameters: int) -> float | None:
         """What a training step with so many parameters takes beside its graphs and the optimizer's kernels.

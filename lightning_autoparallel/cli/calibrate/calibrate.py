@@ -126,6 +126,8 @@ def _report(samples: Samples, rates: dict[str, Any], output: str | None) -> None
     print_table(table)
     typical, worst = spread([(measured_us, predicted_us) for *_, measured_us, predicted_us in rows])
     print(f"{len(rows)} samples differ from what is predicted {typical:.2f} times in the median, {worst:.2f} at most")
+    if samples.late_share:
+        print(f"kernels' times hold {samples.late_share:.1%} that ranks wait for the slowest of them")
     text = yaml.safe_dump(rates, sort_keys=False)
     if output is None:
         print(text)

@@ -19,12 +19,14 @@ from lightning_autoparallel.cost.links import COLLECTIVES
 from lightning_autoparallel.torch_compat import collectives as c
 from lightning_autoparallel.torch_compat.rank_operators import SHARD_PERMUTE
 
-_CPU_SIZES, _GPU_SIZES = range(12, 25, 3), range(14, 30, 3)  # powers of two, in bytes
+_CPU_SIZES, _GPU_SIZES = range(12, 25, 4), range(14, 30, 3)  # powers of two, in bytes
 _LAUNCHES = 50
 _OVERLAPS = 5
 _ROUNDS = 3
 _SUM = "sum"
 _BETWEEN_US = 1000.0  # of computing before a collective
+_LONG, _LATE_ROUNDS = 50, 9  # times that, to see what waiting adds, and how often
+_SMALL_BYTES = 4096
 _SHORTEST_US = 1.0
 
 
@@ -81,6 +83,26 @@ def launch_time_us(axis: PlanAxis, device: torch.device) -> float:
         taken.append((time.perf_counter() - start) * 1e6)
         c.WAIT(result)
     return min(taken)
+
+
+def late_share(stopwatch: Stopwatch, axis: PlanAxis) -> float:
+    """What ranks wait for the slowest of them, as a share of what they compute between two collectives: 0 or more.
+
+    It is how much more a small all-reduce adds to long computing than to short computing.
+    """
+    start, _ = _collective("all_reduce", _SMALL_BYTES, axis, stopwatch.device)
+    short, long = _computing(stopwatch, _BETWEEN_US), _computing(stopwatch, _BETWEEN_US * _LONG)
+    shares = [_late_share(stopwatch, start, short, long) for _ in range(_LATE_ROUNDS)]
+    return max(0.0, statistics.median(shares))
+
+
+def _late_share(
+    stopwatch: Stopwatch, start: Callable[[], Tensor], short: Callable[[], None], long: Callable[[], None]
+) -> float:
+    short_us, long_us = stopwatch.mean_us(short), stopwatch.mean_us(long)
+    added_us = stopwatch.mean_us(_after(long, start)) - long_us
+    before_us = stopwatch.mean_us(_after(short, start)) - short_us
+    return (added_us - before_us) / (long_us - short_us)
 
 
 def overlap_samples(

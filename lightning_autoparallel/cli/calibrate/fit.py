@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, OverlapSample, StepSample
 from lightning_autoparallel.cost.collective import hops, moved_share
@@ -34,6 +34,22 @@ def memory_gb_per_s(samples: Sequence[KernelSample], latency_us: float) -> float
 def tflops(samples: Sequence[KernelSample], latency_us: float) -> float:
     """The same for kernels that compute: 1e12 FLOPs per second."""
     return _median_rate([(sample.flops, sample.time_us) for sample in samples], latency_us) / 1e6
+
+
+def operand_rates(samples: Sequence[KernelSample], latency_us: float) -> tuple[float, float | None]:
+    """(TFLOP/s, GB/s) of attention or convolutions of one dtype: both what is computed and what is touched take time.
+
+    The two are those of least squares of relative errors. The second is None where FLOPs alone explain the times; where
+    FLOPs explain nothing, all of the time is put down to them.
+    """
+    telling = [sample for sample in samples if sample.time_us > _OF_LATENCY * latency_us]
+    rows = [(sample.size_bytes, sample.flops, sample.time_us) for sample in telling]
+    per_byte_us, per_flop_us = least_relative_squares(rows) if len(rows) > 1 else (0.0, 0.0)
+    by_bytes = any(per_byte_us * size_bytes > _TOLD * time_us for size_bytes, _, time_us in rows)
+    by_flops = any(per_flop_us * flops > _TOLD * time_us for _, flops, time_us in rows)
+    if not (by_bytes and by_flops):
+        return tflops(samples, latency_us), None
+    return 1e-6 / per_flop_us, 1e-3 / per_byte_us
 
 
 def _median_rate(pairs: Sequence[tuple[int, float]], latency_us: float) -> float:
@@ -124,11 +140,18 @@ def overlap_pace(shorter: Sequence[OverlapSample], share: float) -> float:
     return min(1.0, max(_SLOWEST, (c - added) / left))
 
 
-def causal_share(samples: Sequence[KernelSample]) -> float:
+def causal_share(samples: Sequence[KernelSample], gb_per_s: Mapping[str, float]) -> float:
     """The part of attention's pairs that causal attention takes the time of, from a half to 1: the median.
 
-    Samples come in pairs of one size and dtype, causal and not.
+    Each causal sample has one of the same size and dtype of all pairs, of twice the FLOPs. ``gb_per_s`` is at which
+    rate operands add to both.
     """
-    whole = {(s.dtype, s.size_bytes): s.time_us for s in samples if not s.is_causal}
-    shares = [s.time_us / whole[s.dtype, s.size_bytes] for s in samples if s.is_causal]
+    whole = {(s.dtype, s.size_bytes, s.flops): _of_pairs_us(s, gb_per_s) for s in samples if not s.is_causal}
+    shares = [_of_pairs_us(s, gb_per_s) / whole[s.dtype, s.size_bytes, 2 * s.flops] for s in samples if s.is_causal]
     return min(1.0, max(0.5, statistics.median(shares))) if shares else 0.5
+
+
+def _of_pairs_us(sample: KernelSample, gb_per_s: Mapping[str, float]) -> float:
+    rate = gb_per_s.get(sample.dtype)
+    operands_us = 0.0 if rate is None else sample.size_bytes / (rate * 1e3)
+    return max(_TINY, sample.time_us - operands_us)

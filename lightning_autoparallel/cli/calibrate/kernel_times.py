@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
 from lightning_autoparallel.cost.optimizer import ADAMW_MOVES
 
 _Shape = tuple[int, int, int, int]
+_ROUNDS = 3
 _MOST_COLD = 256
 _UPDATED = 4
 
@@ -62,8 +64,20 @@ _GPU = _Sizes(
 )
 
 
-def kernel_samples(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> Iterator[KernelSample]:
-    """One sample after the other: adding tensors, updating parameters, products, convolutions, attention."""
+def kernel_samples(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> list[KernelSample]:
+    """Adding tensors, updating parameters, products, attention, convolutions: each the median of a few rounds.
+
+    What disturbs for a while disturbs one of the rounds.
+    """
+    hurried = replace(stopwatch, spent_s=stopwatch.spent_s / _ROUNDS)
+    rounds = [list(_round(hurried, dtypes)) for _ in range(_ROUNDS)]
+    return [
+        replace(same[0], time_us=statistics.median(sample.time_us for sample in same))
+        for same in zip(*rounds, strict=True)
+    ]
+
+
+def _round(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> Iterator[KernelSample]:
     sizes = _CPU if stopwatch.device.type == "cpu" else _GPU
     for power in sizes.powers:
         yield _sum(stopwatch, 2**power, sizes.cold)
@@ -72,9 +86,10 @@ def kernel_samples(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> Itera
         for width in sizes.widths:
             yield _product(stopwatch, width, dtype)
         for length in sizes.lengths:
-            shape = (2, sizes.heads, length, sizes.head_width)
-            yield _attention(stopwatch, shape, dtype, is_causal=False)
-            yield _attention(stopwatch, shape, dtype, is_causal=True)
+            wide, narrow = ((2, sizes.heads, length, width) for width in (sizes.head_width, sizes.head_width // 2))
+            yield _attention(stopwatch, narrow, dtype, is_causal=False)
+            yield _attention(stopwatch, wide, dtype, is_causal=False)
+            yield _attention(stopwatch, wide, dtype, is_causal=True)
         for channels in sizes.channels:
             yield _convolution(stopwatch, (sizes.images, channels, sizes.pixels, sizes.pixels), dtype)
 
@@ -93,7 +108,7 @@ def _sum(stopwatch: Stopwatch, size_bytes: int, cold_bytes: int) -> KernelSample
         torch.add(left, right, out=out)
 
     size_bytes = 12 * triples[0][0].numel()
-    return KernelSample(work="memory", dtype="float32", size_bytes=size_bytes, flops=0, time_us=stopwatch.time_us(add))
+    return KernelSample(work="memory", dtype="float32", size_bytes=size_bytes, flops=0, time_us=stopwatch.mean_us(add))
 
 
 def _update(stopwatch: Stopwatch, count: int) -> KernelSample:
@@ -101,7 +116,7 @@ def _update(stopwatch: Stopwatch, count: int) -> KernelSample:
     parameters = [torch.ones(count, device=stopwatch.device, requires_grad=True) for _ in range(_UPDATED)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    time_us = stopwatch.time_us(AdamW(parameters).step)
+    time_us = stopwatch.mean_us(AdamW(parameters).step)
     size_bytes = ADAMW_MOVES * 4 * count * _UPDATED
     return KernelSample(work="optimizer", dtype="float32", size_bytes=size_bytes, flops=0, time_us=time_us)
 
@@ -110,7 +125,7 @@ def _product(stopwatch: Stopwatch, width: int, dtype: torch.dtype) -> KernelSamp
     """A batch of ``4 * width`` rows through a layer of ``width`` by ``width``."""
     left = torch.randn(4 * width, width, device=stopwatch.device).to(dtype)
     right = torch.randn(width, width, device=stopwatch.device).to(dtype)
-    time_us = stopwatch.time_us(lambda: left @ right)
+    time_us = stopwatch.mean_us(lambda: left @ right)
     size_bytes = (2 * left.numel() + right.numel()) * dtype.itemsize
     flops = 2 * left.numel() * width
     return KernelSample(work="product", dtype=name_of(dtype), size_bytes=size_bytes, flops=flops, time_us=time_us)
@@ -127,7 +142,7 @@ def _attention(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype, *, is_ca
         out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
         return torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
 
-    time_us = stopwatch.time_us(run)
+    time_us = stopwatch.mean_us(run)
     flops = 7 * 2 * query.numel() * shape[2] // (2 if is_causal else 1)
     size_bytes = 12 * query.numel() * dtype.itemsize
     return KernelSample(
@@ -157,7 +172,7 @@ def _convolution(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype) -> Ker
         dtype=name_of(dtype),
         size_bytes=size_bytes,
         flops=flops,
-        time_us=stopwatch.time_us(run),
+        time_us=stopwatch.mean_us(run),
     )
 
 

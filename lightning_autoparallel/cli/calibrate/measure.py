@@ -9,9 +9,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from lightning_autoparallel.cli.calibrate.collective_times import collective_samples, launch_time_us, overlap_samples
+from lightning_autoparallel.cli.calibrate.collective_times import (
+    collective_samples,
+    late_share,
+    launch_time_us,
+    overlap_samples,
+)
 from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
-from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples
+from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, Samples
 from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
@@ -28,6 +33,8 @@ def measure(
 ) -> Samples:
     """Time kernels on every rank at once, and collectives over each axis of ``spec``, whose ranks these are.
 
+    Kernels take as long as in a step whose ranks wait for the slowest of them at each collective.
+
     Raises:
         ConfigError: the sizes do not multiply to the world size.
     """
@@ -38,7 +45,7 @@ def measure(
     progress = StageProgress(is_on=lambda: dist.get_rank() == 0, display=terminal_display)
     with progress.stage("calibrate", total=len(axes) + 1) as running:
         running.advance("kernels")
-        kernels: list[KernelSample] = list(kernel_samples(stopwatch, dtypes))
+        kernels = kernel_samples(stopwatch, dtypes)
         collectives: list[CollectiveSample] = []
         for axis in axes:
             running.advance(f"collectives over {axis.name}")
@@ -47,10 +54,12 @@ def measure(
             collectives += collective_samples(share, axis, group)
         if not axes:
             return Samples(kernels=kernels)
+        late = late_share(stopwatch, axes[-1])
         overlap = overlap_samples(stopwatch, axes[-1], _OVERLAP_BYTES[device_type], (_LONGER, _SHORTER))
         return Samples(
-            kernels=kernels,
+            kernels=[replace(kernel, time_us=kernel.time_us * (1 + late)) for kernel in kernels],
             collectives=collectives,
+            late_share=late,
             launch_us=stopwatch.slowest(launch_time_us(axes[-1], stopwatch.device)),
             longer=overlap[_LONGER],
             shorter=overlap[_SHORTER],

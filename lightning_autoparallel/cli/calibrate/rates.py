@@ -12,6 +12,7 @@ from lightning_autoparallel.cli.calibrate.fit import (
     kernel_latency_us,
     link_rates,
     memory_gb_per_s,
+    operand_rates,
     overlap_pace,
     overlap_share,
     step_rates,
@@ -20,31 +21,32 @@ from lightning_autoparallel.cli.calibrate.fit import (
 from lightning_autoparallel.cli.calibrate.samples import CollectiveSample, KernelSample, Samples, StepSample
 from lightning_autoparallel.cost import HardwareSpec, hardware_named
 from lightning_autoparallel.cost.collective import collective_time_us
-from lightning_autoparallel.cost.compute import flops_time_us
+from lightning_autoparallel.cost.compute import computing_time_us
 from lightning_autoparallel.cost.hardware import Work
 from lightning_autoparallel.cost.optimizer import ADAMW_MOVES, update_time_us
 
 _DIGITS = 4
-_WORKS: tuple[Work, ...] = ("product", "attention", "convolution")
+_WITH_OPERANDS: tuple[Work, ...] = ("attention", "convolution")
 
 
 def rates_of(samples: Samples, base: str, name: str, memory_bytes: int, ranks_per_node: int) -> dict[str, Any]:
     """The mapping that ``hardware_from`` takes; figures of links that no group used stay those of ``base``."""
     latency_us = kernel_latency_us(samples.kernels)
-    by_work = {work: _computing(samples, work, latency_us) for work in _WORKS}
     moving, updating, attention = (
         [sample for sample in samples.kernels if sample.work == work] for work in ("memory", "optimizer", "attention")
     )
+    products = {dtype: tflops(found, latency_us) for dtype, found in _by_dtype(samples, "product").items()}
+    operands = {work: _with_operands(samples, work, latency_us) for work in _WITH_OPERANDS}
     return {
         "base": base,
         "name": name,
         "is_measured": True,
         "backend": hardware_named(base).backend,
-        "peak_tflops": by_work["product"],
+        "peak_tflops": {dtype: _short(rate) for dtype, rate in products.items()},
         "matmul_fraction": 1.0,
-        "attention_tflops": by_work["attention"],
-        "causal_share": _short(causal_share(attention)),
-        "convolution_tflops": by_work["convolution"],
+        **operands["attention"],
+        "causal_share": _short(causal_share(attention, operands["attention"]["attention_gb_per_s"])),
+        **operands["convolution"],
         "memory_gb_per_s": _short(memory_gb_per_s(moving, latency_us)),
         "memory_fraction": 1.0,
         "optimizer_gb_per_s": _short(memory_gb_per_s(updating, latency_us)),
@@ -61,12 +63,20 @@ def with_steps(rates: Mapping[str, Any], steps: Sequence[StepSample]) -> dict[st
     return {**rates, "step_latency_us": _short(step_us), "parameter_latency_us": _short(parameter_us)}
 
 
-def _computing(samples: Samples, work: Work, latency_us: float) -> dict[str, float]:
-    """TFLOP/s by dtype; of attention, those of what is computed of all pairs."""
+def _with_operands(samples: Samples, work: Work, latency_us: float) -> dict[str, dict[str, float]]:
+    """TFLOP/s and GB/s by dtype; a dtype whose operands add nothing has none of the second."""
+    found = {dtype: operand_rates(of, latency_us) for dtype, of in _by_dtype(samples, work).items()}
+    return {
+        f"{work}_tflops": {dtype: _short(rate) for dtype, (rate, _) in found.items()},
+        f"{work}_gb_per_s": {dtype: _short(rate) for dtype, (_, rate) in found.items() if rate is not None},
+    }
+
+
+def _by_dtype(samples: Samples, work: Work) -> dict[str, list[KernelSample]]:
+    """Of attention, what is computed of all pairs."""
     telling = [sample for sample in samples.kernels if sample.work == work and not sample.is_causal]
     dtypes = dict.fromkeys(sample.dtype for sample in telling)
-    of = {dtype: [sample for sample in telling if sample.dtype == dtype] for dtype in dtypes}
-    return {dtype: _short(tflops(found, latency_us)) for dtype, found in of.items()}
+    return {dtype: [sample for sample in telling if sample.dtype == dtype] for dtype in dtypes}
 
 
 def _links(samples: Samples) -> dict[str, Any]:
@@ -124,7 +134,7 @@ def kernel_time_us(sample: KernelSample, hardware: HardwareSpec) -> float:
     if sample.work == "optimizer":
         return update_time_us(sample.size_bytes / ADAMW_MOVES, hardware)
     dtype = getattr(torch, sample.dtype)
-    computing_us = flops_time_us(sample.flops, dtype, sample.work, hardware, sample.is_causal)
+    computing_us = computing_time_us(sample.flops, sample.size_bytes, dtype, sample.work, hardware, sample.is_causal)
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 

@@ -61,12 +61,14 @@ class Samples:
     """Everything that was measured.
 
     ``launch_us`` is what starting a collective takes before it is waited for. ``longer`` are those in which computing
-    takes longer than the collective beside it, ``shorter`` those in which it takes less.
+    takes longer than the collective beside it, ``shorter`` those in which it takes less. ``late_share`` is how much
+    kernels were lengthened by, as ranks of a step wait for the slowest of them.
     """
 
     kernels: Sequence[KernelSample] = ()
     collectives: Sequence[CollectiveSample] = ()
     launch_us: float = 0.0
+    late_share: float = 0.0
     longer: Sequence[OverlapSample] = ()
     shorter: Sequence[OverlapSample] = ()
     steps: Sequence[StepSample] = ()

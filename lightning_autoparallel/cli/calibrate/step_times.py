@@ -21,7 +21,7 @@ from lightning_autoparallel.strategy import AutoParallelStrategy
 
 _LAYERS = (1, 16)
 _WIDTH, _ROWS = 64, 8
-_WARMUP, _STEPS = 5, 30
+_WARMUP, _STEPS = 5, 90
 _UNCOUNTED = {"step_latency_us": 0.0, "parameter_latency_us": 0.0}
 
 

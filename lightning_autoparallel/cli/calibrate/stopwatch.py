@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_FEWEST, _MOST = 3, 500
+_MOST = 500
 _MEANS = 3
 
 
@@ -27,18 +27,23 @@ class Stopwatch:
         All ranks must call it alike, as ``run`` may talk to others.
         """
         run()
-        return statistics.median(self.mean_us(run, self.spent_s / _MEANS) for _ in range(_MEANS))
+        repeats = self._repeats(run, self.spent_s / _MEANS)
+        return statistics.median(self._mean_us(run, repeats) for _ in range(_MEANS))
 
-    def mean_us(self, run: Callable[[], object], spent_s: float | None = None) -> float:
-        """Microseconds of ``run``, repeated in a row for ``spent_s``, the stopwatch's unless given.
+    def mean_us(self, run: Callable[[], object]) -> float:
+        """Microseconds of ``run``, repeated in a row for ``spent_s``, or done once where that takes longer.
 
         The mean, as a step is a sum: what comes late now and then, or shares its processor with another rank, adds to
         it. Ranks are not brought into step before each repetition, so that what they wait for each other counts. All
         ranks must call it alike.
         """
-        once_us = self.slowest(self._once_us(run))
-        spent_us = 1e6 * (self.spent_s if spent_s is None else spent_s)
-        repeats = min(_MOST, max(_FEWEST, int(spent_us / max(once_us, 1.0))))
+        return self._mean_us(run, self._repeats(run, self.spent_s))
+
+    def _repeats(self, run: Callable[[], object], spent_s: float) -> int:
+        once_us = self._mean_us(run, 1)
+        return min(_MOST, max(1, round(1e6 * spent_s / max(once_us, 1.0))))
+
+    def _mean_us(self, run: Callable[[], object], repeats: int) -> float:
         self.finish()
         dist.barrier()
         start = time.perf_counter()
@@ -46,14 +51,6 @@ class Stopwatch:
             run()
         self.finish()
         return self.slowest((time.perf_counter() - start) * 1e6 / repeats)
-
-    def _once_us(self, run: Callable[[], object]) -> float:
-        self.finish()
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        self.finish()
-        return (time.perf_counter() - start) * 1e6
 
     def finish(self) -> None:
         """Wait for what the device does."""

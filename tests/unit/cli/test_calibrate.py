@@ -14,6 +14,7 @@ from lightning_autoparallel.cli.calibrate.fit import (
     causal_share,
     least_relative_squares,
     link_rates,
+    operand_rates,
     overlap_pace,
     overlap_share,
     step_rates,
@@ -28,6 +29,7 @@ from lightning_autoparallel.cli.calibrate.samples import (
 )
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
 from lightning_autoparallel.cost.collective import collective_time_us
+from lightning_autoparallel.cost.compute import computing_time_us
 from lightning_autoparallel.cost.detect import entry_of, unlisted_gpu
 from lightning_autoparallel.cost.links import COLLECTIVES
 from lightning_autoparallel.errors import ConfigError
@@ -46,6 +48,8 @@ TRUE = replace(
     intra_node=LinkSpec(bandwidth_gb_per_s=2.0, latency_us=30.0, kinds=KINDS),
     inter_node=LinkSpec(bandwidth_gb_per_s=0.25, latency_us=200.0),
     convolution_tflops={"float32": 0.07, "bfloat16": 0.09},
+    attention_gb_per_s={"float32": 2.0},
+    convolution_gb_per_s={"float32": 1.5, "bfloat16": 0.5},
     causal_share=0.8,
     optimizer_gb_per_s=4.0,
     overlap_share=0.4,
@@ -59,7 +63,8 @@ def kernels(hardware: HardwareSpec) -> list[KernelSample]:
     works = [("memory", "float32", 2**power, 0) for power in (10, 18, 22)]
     works += [("optimizer", "float32", 7 * 2**20, 0)]
     for work in ("product", "attention", "convolution"):
-        works += [(work, dtype, 1000, 10**power) for dtype in ("float32", "bfloat16") for power in (7, 8)]
+        sizes = [(2**12, 10**7), (2**18, 10**8), (2**20, 10**8)]
+        works += [(work, dtype, *size) for dtype in ("float32", "bfloat16") for size in sizes]
     untimed = [KernelSample(work=w, dtype=d, size_bytes=s, flops=f, time_us=0.0) for w, d, s, f in works]
     whole = [sample for sample in untimed if sample.work == "attention" and sample.flops == 10**8]
     untimed += [replace(sample, flops=sample.flops // 2, is_causal=True) for sample in whole]
@@ -113,6 +118,8 @@ def test_known_rates_are_found(groups):
     assert found.peak_tflops == pytest.approx(dict(TRUE.peak_tflops), rel=1e-3)
     assert found.attention_tflops == pytest.approx(dict(TRUE.attention_tflops), rel=1e-3)
     assert found.convolution_tflops == pytest.approx(dict(TRUE.convolution_tflops), rel=1e-3)
+    assert found.attention_gb_per_s == pytest.approx(dict(TRUE.attention_gb_per_s), rel=1e-2)
+    assert found.convolution_gb_per_s == pytest.approx(dict(TRUE.convolution_gb_per_s), rel=1e-2)
     assert found.inter_node == HARDWARE["cpu"].inter_node, "no group used it"
     ratios = [measured / predicted for *_, measured, predicted in residuals(samples_of(TRUE, *groups), found)]
     assert ratios == pytest.approx([1.0] * len(ratios), rel=2e-3)
@@ -158,7 +165,43 @@ def test_the_pace_of_a_collective_beside_computing(share, pace):
 def test_causal_attention_that_skips_nothing_takes_all_of_the_time():
     whole = KernelSample(work="attention", dtype="float32", size_bytes=8, flops=10, time_us=4.0)
     causal = replace(whole, flops=5, is_causal=True)
-    assert [causal_share([whole, replace(causal, time_us=us)]) for us in (4.0, 3.0, 1.0)] == [1.0, 0.75, 0.5]
+    assert [causal_share([whole, replace(causal, time_us=us)], {}) for us in (4.0, 3.0, 1.0)] == [1.0, 0.75, 0.5]
+
+
+def test_operands_are_no_part_of_what_causal_attention_skips():
+    """Of 4 us, 2 are the operands' (8 bytes at 4 bytes a us): 3 us with half of the pairs is half of what is left."""
+    whole = KernelSample(work="attention", dtype="float32", size_bytes=8, flops=10, time_us=4.0)
+    causal = replace(whole, flops=5, is_causal=True, time_us=3.0)
+    assert causal_share([whole, causal], {"float32": 0.004}) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("times_us", "expected"),
+    [
+        ((120.0, 220.0, 240.0), (1e-6, 1e-4)),  # 1 us a FLOP, and 10 us a byte
+        ((100.0, 200.0, 200.0), (1e-6, None)),  # FLOPs alone
+        ((20.0, 20.0, 40.0), (5e-6, None)),  # bytes alone: put down to FLOPs, by the median of their rates
+    ],
+)
+def test_what_operands_add_to_flops(times_us, expected):
+    sizes = ((2, 100), (2, 200), (4, 200))
+    samples = [
+        KernelSample(work="attention", dtype="float32", size_bytes=size, flops=flops, time_us=time_us)
+        for (size, flops), time_us in zip(sizes, times_us, strict=True)
+    ]
+    tflops, gb_per_s = operand_rates(samples, latency_us=1.0)
+    assert tflops == pytest.approx(expected[0], rel=1e-3)
+    assert gb_per_s == pytest.approx(expected[1], rel=1e-3) if expected[1] else gb_per_s is None
+
+
+def test_a_step_has_what_operands_add():
+    """An attention of few FLOPs for each of its elements takes longer by what was measured of those."""
+    cost = computing_time_us(1e6, 2000, torch.float32, "attention", TRUE, is_causal=False)
+    assert cost == pytest.approx(1e6 / 0.02e6 + 2000 / 2e3)
+    assert computing_time_us(1e6, 2000, torch.bfloat16, "attention", TRUE, is_causal=False) == pytest.approx(
+        1e6 / 0.03e6
+    )
+    assert computing_time_us(1e6, 2000, torch.float32, "product", TRUE, is_causal=False) == pytest.approx(1e6 / 0.05e6)
 
 
 def test_steps_beside_their_graphs():
