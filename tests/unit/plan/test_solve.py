@@ -121,8 +121,8 @@ def test_a_layer_with_a_bias_is_cut_by_rows(fake_mesh, shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_data_parallelism_reduces_a_table_s_gradient_however_large_it_is(fake_mesh, size: int):
-    """Gathering the rows' gradients would be cheaper than reducing 64 MB of table; it would move activations."""
-    table = nn.Embedding(1 << 18, 64)
+    """Gathering the rows' gradients would take a hundredth of reducing 256 MB of table; it would move activations."""
+    table = nn.Embedding(1 << 20, 64)
     graph = captured(table, torch.randint(0, 9, (size, 4)), lambda x: table(x).square().mean(), shards=size)
     plan = make_plan(graph, "fsdp", fake_mesh(dp_shard=size), refuse)
     assert outputs_of(graph, plan, aten.embedding_dense_backward.default) == [(P,)]
