@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import yaml
 
 from lightning_autoparallel.cli.calibrate import run_calibrate
+from lightning_autoparallel.cli.calibrate.collective_times import late_share
 from lightning_autoparallel.cli.calibrate.fit import (
     causal_share,
     least_relative_squares,
@@ -19,6 +22,7 @@ from lightning_autoparallel.cli.calibrate.fit import (
     overlap_share,
     step_rates,
 )
+from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
 from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread, with_steps
 from lightning_autoparallel.cli.calibrate.samples import (
     CollectiveSample,
@@ -27,6 +31,8 @@ from lightning_autoparallel.cli.calibrate.samples import (
     Samples,
     StepSample,
 )
+from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
+from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
 from lightning_autoparallel.cost.collective import collective_time_us
 from lightning_autoparallel.cost.compute import computing_time_us
@@ -202,6 +208,34 @@ def test_a_step_has_what_operands_add():
         1e6 / 0.03e6
     )
     assert computing_time_us(1e6, 2000, torch.float32, "product", TRUE, is_causal=False) == pytest.approx(1e6 / 0.05e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Stopwatch):
+    """A stopwatch that says what it is told to, in turns, and runs nothing."""
+
+    says: Iterator[float]
+
+    def time_us(self, run: Callable[[], object]) -> float:
+        return 1.0
+
+    def mean_us(self, run: Callable[[], object]) -> float:
+        return next(self.says)
+
+
+@pytest.mark.parametrize(("added_us", "share"), [(2450.0, 0.05), (-10.0, 0.0)])
+def test_what_ranks_wait_for_the_slowest_of_them(added_us, share):
+    """An all-reduce of 500 us adds more behind 50 ms of computing than behind 1 ms."""
+    says = itertools.cycle([1000.0, 50_000.0, 50_500.0 + added_us, 1500.0])
+    axis = PlanAxis(mesh_axes=("dp_shard",), size=2, rank=0, group_name="0")
+    assert late_share(Scripted(device=torch.device("cpu"), says=says), axis) == pytest.approx(share)
+
+
+def test_what_disturbs_for_a_while_disturbs_one_round_of_kernels():
+    once = len(kernel_samples(Scripted(device=torch.device("cpu"), says=itertools.repeat(1.0)), [torch.float32]))
+    says = itertools.chain([1.0] * once, [100.0] * once, [2.0] * once)
+    found = kernel_samples(Scripted(device=torch.device("cpu"), says=says), [torch.float32])
+    assert {sample.time_us for sample in found} == {2.0} and len(found) == once
 
 
 def test_steps_beside_their_graphs():
