@@ -1,9 +1,10 @@
 """Kernels of a step's lowered graphs, compiled for a Hopper GPU that is not there.
 
 `python -m tests.support.hopper_kernels MODEL PLAN` ends with JSON: of the machine code that Triton made for each graph
-the bytes, by kernel; the mesh is that of ``planned_on`` for ``fsdp`` or ``auto``. Start it with ``cuda_guards.environment_with_guards()``, where Triton is
-installed beside torch's build for CPUs. Inductor asks a device for its properties and Triton's driver for its target:
-both hear what an H100 would answer. Kernels go through `ptxas`, and are never loaded.
+the bytes, by kernel; the mesh is that of ``planned_on`` for ``fsdp`` or ``auto``. Start it with
+``cuda_guards.environment_with_guards()``, where Triton is installed beside torch's build for CPUs. Inductor asks a
+device for its properties, Triton's driver for its target: both hear what an H100 would answer. Kernels go through
+`ptxas`, and are never loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ from tests.support.planned_on import MESHES, planned_on
 
 _SHARED_BYTES = 232_448  # of a block, at most, as CUDA's table of compute capability 9.0 has it
 _H100 = SimpleNamespace(
-    **{"name": "NVIDIA H100 80GB HBM3", "type": "cuda", "index": 0, "major": 9, "minor": 0, "warp_size": 32},
-    **{"multi_processor_count": 132, "regs_per_multiprocessor": 65536, "total_memory": 80 * 2**30},
-    **{"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "L2_cache_size": 50 * 2**20},
-    **{"shared_memory_per_block": 49_152, "shared_memory_per_block_optin": _SHARED_BYTES, "gcnArchName": ""},
+    name="NVIDIA H100 80GB HBM3",
+    type="cuda",
+    index=0,
+    major=9,
+    minor=0,
+    warp_size=32,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    total_memory=80 * 2**30,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    L2_cache_size=50 * 2**20,
+    shared_memory_per_block=49_152,
+    shared_memory_per_block_optin=_SHARED_BYTES,
 )
 _SETTINGS = {
     "compile_threads": 1,  # in this process, which has the answers
