@@ -16,7 +16,8 @@ from lightning_autoparallel.errors import ConfigError, did_you_mean
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
 BACKENDS = ("nccl", "gloo")
 _FILES = (".yaml", ".yml")
-_BY_DTYPE = ("peak_tflops", "attention_tflops", "convolution_tflops", "attention_gb_per_s", "convolution_gb_per_s")
+_OF_OPERANDS = ("attention_gb_per_s", "convolution_gb_per_s")
+_BY_DTYPE = ("peak_tflops", "attention_tflops", "convolution_tflops", *_OF_OPERANDS)
 
 Work = Literal["product", "attention", "convolution"]
 
@@ -151,8 +152,9 @@ class HardwareSpec:
         return max(2 * size_bytes / (self.achieved_gb_per_s * 1e3), self.kernel_latency_us)
 
     def as_json(self) -> dict[str, Any]:
-        """All fields as numbers, strings and mappings."""
+        """All fields as numbers, strings and mappings; rates of operands only where there are any."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}
+        own = {key: value for key, value in own.items() if value or key not in _OF_OPERANDS}
         links = {key: value.as_json() for key, value in own.items() if isinstance(value, LinkSpec)}
         tables = {key: dict(value) for key, value in own.items() if key in _BY_DTYPE}
         return {**own, **tables, **links}

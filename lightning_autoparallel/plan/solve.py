@@ -1,4 +1,4 @@
-"""Choose one candidate per node on one axis: a batch stays where it can, then least redistribution plus computation."""
+"""Choose one candidate per node on one axis, at least redistribution plus computation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
 
-# Two objectives in one number. On a batch axis the first is to move as little of the batch as there is a way to: data
-# parallelism moves parameters and gradients, and gathers a batch only for what cannot be computed otherwise, never to
-# save time. A microsecond of that outweighs ten seconds of anything else; a double still tells nanoseconds of the rest.
-_BATCH_STAYS = 1e7
+# How much dearer than it is a move of activations counts on a batch axis: data parallelism moves parameters and
+# gradients, and gathers a batch only for what cannot be computed otherwise, not to save reducing a large table. This is
+# a weight and no order: were such moves worse than all else, similarities of all rows with all would be computed from
+# slices of the rows' width, and a sum of all pairs be reduced so that no row need be gathered.
+_RELUCTANCE = 100.0
 
 Producer = tuple[fx.Node, int]  # a node and which of its outputs
 EdgeTime = Callable[[Placement, Placement, int], float]  # (source, target, global bytes) -> microseconds
@@ -83,7 +84,7 @@ def producer_of(node: fx.Node) -> Producer:
 
 
 def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
-    """A candidate for every call and placeholder of the graph: least of a batch moved, then least time.
+    """A candidate for every call and placeholder of the graph.
 
     Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best
     for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. No
@@ -399,5 +400,5 @@ def _edge(state: _State, producer: Producer, source: Placement, target: Placemen
     if found is None:
         time_us = state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
         moves_batch = state.problem.is_batch_axis and is_shard(source)
-        found = known[source, target] = time_us * _BATCH_STAYS if moves_batch else time_us
+        found = known[source, target] = time_us * _RELUCTANCE if moves_batch else time_us
     return found

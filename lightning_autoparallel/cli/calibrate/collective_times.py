@@ -26,15 +26,19 @@ _ROUNDS = 3
 _SUM = "sum"
 _BETWEEN_US = 1000.0  # of computing before a collective
 _LONG, _LATE_ROUNDS = 50, 9  # times that, to see what waiting adds, and how often
+_TELLING_ROUNDS, _LATEST = 8, 0.5  # by chance, two in a hundred times
+_WIDTHS = {"cpu": 256, "cuda": 2048}  # of products that keep the device busy, and not who starts them
 _SMALL_BYTES = 4096
 _SHORTEST_US = 1.0
 
 
-def collective_samples(stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape) -> Iterator[CollectiveSample]:
+def collective_samples(
+    stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape, late: float
+) -> Iterator[CollectiveSample]:
     """One sample after the other; all ranks of ``axis`` must take them together.
 
-    Each is what it adds to some computing before it: a rank that is late, or a thread that is woken up late, is waited
-    for in a step too.
+    Each is what it adds to some computing before it, less the ``late`` share of that: a thread that is woken up late is
+    waited for in a step too, a rank that computes for longer is counted where it computes.
     """
     compute = _computing(stopwatch, _BETWEEN_US)
     sizes = _CPU_SIZES if stopwatch.device.type == "cpu" else _GPU_SIZES
@@ -43,7 +47,7 @@ def collective_samples(stopwatch: Stopwatch, axis: PlanAxis, group: GroupShape) 
         computing_us = stopwatch.mean_us(compute)
         for kind, power in itertools.product(COLLECTIVES, sizes):
             run, size_bytes = _collective(kind, 2**power, axis, stopwatch.device)
-            taken[kind, size_bytes].append(stopwatch.mean_us(_after(compute, run)) - computing_us)
+            taken[kind, size_bytes].append(stopwatch.mean_us(_after(compute, run)) - computing_us * (1 + late))
     for (kind, size_bytes), times_us in taken.items():
         time_us = max(_SHORTEST_US, statistics.median(times_us))
         yield CollectiveSample(kind=kind, axes=axis.name, group=group, size_bytes=size_bytes, time_us=time_us)
@@ -86,14 +90,16 @@ def launch_time_us(axis: PlanAxis, device: torch.device) -> float:
 
 
 def late_share(stopwatch: Stopwatch, axis: PlanAxis) -> float:
-    """What ranks wait for the slowest of them, as a share of what they compute between two collectives: 0 or more.
+    """What ranks wait for the slowest of them, as a share of what they compute between two collectives.
 
-    It is how much more a small all-reduce adds to long computing than to short computing.
+    It is how much more a small all-reduce adds to long computing than to short computing: the median of some rounds,
+    from 0 to ``_LATEST``, and 0 where rounds do not agree that there is anything.
     """
     start, _ = _collective("all_reduce", _SMALL_BYTES, axis, stopwatch.device)
     short, long = _computing(stopwatch, _BETWEEN_US), _computing(stopwatch, _BETWEEN_US * _LONG)
     shares = [_late_share(stopwatch, start, short, long) for _ in range(_LATE_ROUNDS)]
-    return max(0.0, statistics.median(shares))
+    is_told = sum(share > 0 for share in shares) >= _TELLING_ROUNDS
+    return min(_LATEST, statistics.median(shares)) if is_told else 0.0
 
 
 def _late_share(
@@ -106,19 +112,27 @@ def _late_share(
 
 
 def overlap_samples(
-    stopwatch: Stopwatch, axis: PlanAxis, size_bytes: int, lengths: Sequence[float]
+    stopwatch: Stopwatch, axis: PlanAxis, size_bytes: int, lengths: Sequence[float], late: float
 ) -> dict[float, list[OverlapSample]]:
-    """An all-reduce beside computing that takes so many times as long, some times over, by that length."""
+    """An all-reduce beside computing that takes so many times as long, some times over, by that length.
+
+    Computing takes the ``late`` share longer before something is waited for, and does so here.
+    """
     start, _ = _collective("all_reduce", size_bytes, axis, stopwatch.device)
     between = _computing(stopwatch, _BETWEEN_US)
     before = _after(between, start)
-    alone_us = [max(_SHORTEST_US, stopwatch.mean_us(before) - stopwatch.mean_us(between)) for _ in range(_OVERLAPS)]
+    alone_us = [_added_us(stopwatch, before, between, late) for _ in range(_OVERLAPS)]
     beside = {length: _computing(stopwatch, length * statistics.mean(alone_us)) for length in lengths}
-    return {length: [_overlap(stopwatch, start, beside[length], us) for us in alone_us] for length in lengths}
+    return {length: [_overlap(stopwatch, start, beside[length], us, late) for us in alone_us] for length in lengths}
+
+
+def _added_us(stopwatch: Stopwatch, both: Callable[[], None], compute: Callable[[], None], late: float) -> float:
+    both_us = stopwatch.mean_us(both)
+    return max(_SHORTEST_US, both_us - stopwatch.mean_us(compute) * (1 + late))
 
 
 def _overlap(
-    stopwatch: Stopwatch, start: Callable[[], Tensor], compute: Callable[[], None], alone_us: float
+    stopwatch: Stopwatch, start: Callable[[], Tensor], compute: Callable[[], None], alone_us: float, late: float
 ) -> OverlapSample:
     def both() -> None:
         result = start()
@@ -127,14 +141,15 @@ def _overlap(
 
     return OverlapSample(
         communicating_us=alone_us,
-        computing_us=stopwatch.mean_us(compute),
+        computing_us=stopwatch.mean_us(compute) * (1 + late),
         both_us=stopwatch.mean_us(both),
     )
 
 
 def _computing(stopwatch: Stopwatch, time_us: float) -> Callable[[], None]:
     """Matrix products that take about so long."""
-    left = torch.randn(256, 256, device=stopwatch.device)
+    width = _WIDTHS[stopwatch.device.type]
+    left = torch.randn(width, width, device=stopwatch.device)
     count = max(1, round(time_us / stopwatch.time_us(lambda: left @ left)))
 
     def compute() -> None:

@@ -12,6 +12,7 @@ Row = tuple[float, float, float]  # (x, y, t) of t = a * x + b * y
 
 _TINY = 1e-9
 _TOLD, _UNTOLD_PACE = 0.05, 0.5
+_OF_LONGEST = 0.3
 _SLOWEST = 0.1  # a collective beside computing: none was seen to stand still
 _REWEIGHTED = 5
 _LEAST_WEIGHED = 0.1  # of what was measured: what a row is fitted to may be next to nothing
@@ -40,13 +41,14 @@ def operand_rates(samples: Sequence[KernelSample], latency_us: float) -> tuple[f
     """(TFLOP/s, GB/s) of attention or convolutions of one dtype: both what is computed and what is touched take time.
 
     The two are those of least squares of relative errors. The second is None where FLOPs alone explain the times; where
-    FLOPs explain nothing, all of the time is put down to them.
+    they explain too little of the longest one to tell their rate, all of the time is put down to them.
     """
     telling = [sample for sample in samples if sample.time_us > _OF_LATENCY * latency_us]
     rows = [(sample.size_bytes, sample.flops, sample.time_us) for sample in telling]
     per_byte_us, per_flop_us = least_relative_squares(rows) if len(rows) > 1 else (0.0, 0.0)
+    longest_us = max((time_us for *_, time_us in rows), default=0.0)
     by_bytes = any(per_byte_us * size_bytes > _TOLD * time_us for size_bytes, _, time_us in rows)
-    by_flops = any(per_flop_us * flops > _TOLD * time_us for _, flops, time_us in rows)
+    by_flops = any(per_flop_us * flops > _OF_LONGEST * time_us for _, flops, time_us in rows if time_us == longest_us)
     if not (by_bytes and by_flops):
         return tflops(samples, latency_us), None
     return 1e-6 / per_flop_us, 1e-3 / per_byte_us
@@ -144,14 +146,15 @@ def causal_share(samples: Sequence[KernelSample], gb_per_s: Mapping[str, float])
     """The part of attention's pairs that causal attention takes the time of, from a half to 1: the median.
 
     Each causal sample has one of the same size and dtype of all pairs, of twice the FLOPs. ``gb_per_s`` is at which
-    rate operands add to both.
+    rate operands add to both; samples of which they explain most tell nothing.
     """
-    whole = {(s.dtype, s.size_bytes, s.flops): _of_pairs_us(s, gb_per_s) for s in samples if not s.is_causal}
-    shares = [_of_pairs_us(s, gb_per_s) / whole[s.dtype, s.size_bytes, 2 * s.flops] for s in samples if s.is_causal]
+    whole = {(s.dtype, s.size_bytes, s.flops): s for s in samples if not s.is_causal}
+    pairs = [(s, whole[s.dtype, s.size_bytes, 2 * s.flops]) for s in samples if s.is_causal]
+    times = [(_of_pairs_us(causal, gb_per_s), _of_pairs_us(of_all, gb_per_s), of_all) for causal, of_all in pairs]
+    shares = [causal_us / all_us for causal_us, all_us, of_all in times if all_us > 0.5 * of_all.time_us]
     return min(1.0, max(0.5, statistics.median(shares))) if shares else 0.5
 
 
 def _of_pairs_us(sample: KernelSample, gb_per_s: Mapping[str, float]) -> float:
     rate = gb_per_s.get(sample.dtype)
-    operands_us = 0.0 if rate is None else sample.size_bytes / (rate * 1e3)
-    return max(_TINY, sample.time_us - operands_us)
+    return sample.time_us - (0.0 if rate is None else sample.size_bytes / (rate * 1e3))

@@ -43,7 +43,7 @@ _CPU = _Sizes(
     cold=2**27,
     updated=2**20,
     widths=(64, 128, 256, 512),
-    lengths=(128, 256, 512),
+    lengths=(64, 128, 256, 512),
     heads=4,
     head_width=64,
     channels=(16, 32, 64),
@@ -137,10 +137,11 @@ def _attention(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype, *, is_ca
     ``shape`` is that of queries: batch, heads, length, width of a head.
     """
     query, key, value = (torch.randn(shape, device=stopwatch.device).to(dtype).requires_grad_() for _ in range(3))
+    gradient = torch.ones_like(query)
 
     def run() -> Sequence[Tensor]:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-        return torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+        return torch.autograd.grad(out, (query, key, value), gradient)
 
     time_us = stopwatch.mean_us(run)
     flops = 7 * 2 * query.numel() * shape[2] // (2 if is_causal else 1)
@@ -161,12 +162,14 @@ def _convolution(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype) -> Ker
     images = torch.randn(shape, device=stopwatch.device).to(dtype).requires_grad_()
     filters = torch.randn(channels, channels, 3, 3, device=stopwatch.device).to(dtype).requires_grad_()
 
+    gradient = torch.ones_like(images)
+
     def run() -> Sequence[Tensor]:
         out = F.conv2d(images, filters, padding=1)
-        return torch.autograd.grad(out, (images, filters), torch.ones_like(out))
+        return torch.autograd.grad(out, (images, filters), gradient)
 
     flops = 3 * 2 * 9 * channels * images.numel()
-    size_bytes = (6 * images.numel() + 3 * filters.numel()) * dtype.itemsize
+    size_bytes = (5 * images.numel() + 3 * filters.numel()) * dtype.itemsize
     return KernelSample(
         work="convolution",
         dtype=name_of(dtype),

@@ -46,16 +46,16 @@ def measure(
     with progress.stage("calibrate", total=len(axes) + 1) as running:
         running.advance("kernels")
         kernels = kernel_samples(stopwatch, dtypes)
+        if not axes:
+            return Samples(kernels=kernels)
+        late = late_share(stopwatch, axes[-1])
         collectives: list[CollectiveSample] = []
         for axis in axes:
             running.advance(f"collectives over {axis.name}")
             group = group_shape(mesh.sizes, axis.mesh_axes, ranks_per_node)
             share = replace(stopwatch, spent_s=spent_s / len(axes))
-            collectives += collective_samples(share, axis, group)
-        if not axes:
-            return Samples(kernels=kernels)
-        late = late_share(stopwatch, axes[-1])
-        overlap = overlap_samples(stopwatch, axes[-1], _OVERLAP_BYTES[device_type], (_LONGER, _SHORTER))
+            collectives += collective_samples(share, axis, group, late)
+        overlap = overlap_samples(stopwatch, axes[-1], _OVERLAP_BYTES[device_type], (_LONGER, _SHORTER), late)
         return Samples(
             kernels=[replace(kernel, time_us=kernel.time_us * (1 + late)) for kernel in kernels],
             collectives=collectives,

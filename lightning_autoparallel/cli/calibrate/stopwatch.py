@@ -31,7 +31,9 @@ class Stopwatch:
         return statistics.median(self._mean_us(run, repeats) for _ in range(_MEANS))
 
     def mean_us(self, run: Callable[[], object]) -> float:
-        """Microseconds of ``run``, repeated in a row for ``spent_s``, or done once where that takes longer.
+        """Microseconds of ``run``, repeated in a row for ``spent_s``: at most 500 times, once where that takes longer.
+
+        It is done once before, to see how long it takes.
 
         The mean, as a step is a sum: what comes late now and then, or shares its processor with another rank, adds to
         it. Ranks are not brought into step before each repetition, so that what they wait for each other counts. All

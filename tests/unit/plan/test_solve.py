@@ -121,11 +121,27 @@ def test_a_layer_with_a_bias_is_cut_by_rows(fake_mesh, shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_data_parallelism_reduces_a_table_s_gradient_however_large_it_is(fake_mesh, size: int):
-    """Gathering the rows' gradients would take a hundredth of reducing 256 MB of table; it would move activations."""
-    table = nn.Embedding(1 << 20, 64)
+    """Gathering the rows' gradients would be cheaper than reducing 64 MB of table; it would move activations."""
+    table = nn.Embedding(1 << 18, 64)
     graph = captured(table, torch.randint(0, 9, (size, 4)), lambda x: table(x).square().mean(), shards=size)
     plan = make_plan(graph, "fsdp", fake_mesh(dp_shard=size), refuse)
     assert outputs_of(graph, plan, aten.embedding_dense_backward.default) == [(P,)]
+
+
+def test_rows_are_gathered_where_a_sum_of_all_pairs_would_be_reduced(fake_mesh):
+    """Similarities of all rows with all: 4 MB of rows to gather, or 268 MB of partial sums to reduce."""
+    rows, width = 8192, 128
+    module = nn.ModuleDict({"query": nn.Linear(width, width), "key": nn.Linear(width, width)})
+
+    def step(x):
+        with torch.no_grad():
+            return torch.nn.functional.cross_entropy(module["query"](x) @ module["key"](x).t(), torch.arange(rows))
+
+    graph = captured(module, torch.randn(rows // 8, width), step, shards=8)
+    plan = make_plan(graph, "fsdp", fake_mesh(dp_shard=8), refuse)
+    nodes = [node for node in graph.graph_module.graph.nodes if node.op == "call_function"]
+    similarities = next(node for node in nodes if fxn.values(node)[0].shape == (rows, rows))
+    assert not plan.nodes[similarities.name].outputs[0][0].is_partial()
 
 
 @pytest.mark.parametrize("rows", [4, 4096])
