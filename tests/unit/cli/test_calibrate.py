@@ -201,6 +201,13 @@ def test_what_operands_add_to_flops(times_us, expected):
     assert gb_per_s == pytest.approx(expected[1], rel=1e-3) if expected[1] else gb_per_s is None
 
 
+def test_rates_of_operands_are_told_where_there_are_any():
+    """Plans kept in checkpoints ask for the text of the hardware: where nothing was measured it is as it was."""
+    unmeasured = HARDWARE["h100"].as_json()
+    assert "attention_gb_per_s" not in unmeasured and "attention_tflops" in unmeasured
+    assert TRUE.as_json()["attention_gb_per_s"] == {"float32": 2.0}
+
+
 def test_a_step_has_what_operands_add():
     """An attention of few FLOPs for each of its elements takes longer by what was measured of those."""
     cost = computing_time_us(1e6, 2000, torch.float32, "attention", TRUE, is_causal=False)
