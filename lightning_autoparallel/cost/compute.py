@@ -64,9 +64,9 @@ def _time_us(
         # What stays in registers is no kernel of its own.
         return max(moving_us, hardware.kernel_latency_us) if size_bytes else 0.0
     flops = node_flops(node) * flops_share
-    if not flops:
-        return max(moving_us, hardware.kernel_latency_us)
-    computing_us = computing_time_us(flops, size_bytes, _dtype(node), _work(node), hardware, _is_causal(node))
+    computing_us = 0.0
+    if flops:
+        computing_us = computing_time_us(flops, size_bytes, _dtype(node), _work(node), hardware, _is_causal(node))
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 

@@ -44,10 +44,10 @@ def collective_samples(
     sizes = _CPU_SIZES if stopwatch.device.type == "cpu" else _GPU_SIZES
     taken: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(_ROUNDS):  # what disturbs for a while disturbs one of them
-        computing_us = stopwatch.mean_us(compute)
+        computing_us = stopwatch.mean_us(compute) * (1 + late)
         for kind, power in itertools.product(COLLECTIVES, sizes):
             run, size_bytes = _collective(kind, 2**power, axis, stopwatch.device)
-            taken[kind, size_bytes].append(stopwatch.mean_us(_after(compute, run)) - computing_us * (1 + late))
+            taken[kind, size_bytes].append(stopwatch.mean_us(_after(compute, run)) - computing_us)
     for (kind, size_bytes), times_us in taken.items():
         time_us = max(_SHORTEST_US, statistics.median(times_us))
         yield CollectiveSample(kind=kind, axes=axis.name, group=group, size_bytes=size_bytes, time_us=time_us)

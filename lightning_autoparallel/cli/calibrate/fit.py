@@ -12,7 +12,7 @@ Row = tuple[float, float, float]  # (x, y, t) of t = a * x + b * y
 
 _TINY = 1e-9
 _TOLD, _UNTOLD_PACE = 0.05, 0.5
-_OF_LONGEST = 0.3
+_OF_LONGEST = 0.3  # what FLOPs have to explain of the longest sample's time, for it to tell their rate
 _SLOWEST = 0.1  # a collective beside computing: none was seen to stand still
 _REWEIGHTED = 5
 _LEAST_WEIGHED = 0.1  # of what was measured: what a row is fitted to may be next to nothing

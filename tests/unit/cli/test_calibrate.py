@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from lightning_autoparallel.cli.calibrate.fit import (
     step_rates,
 )
 from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
+from lightning_autoparallel.cli.calibrate.measure import measure
 from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread, with_steps
 from lightning_autoparallel.cli.calibrate.samples import (
     CollectiveSample,
@@ -32,6 +35,7 @@ from lightning_autoparallel.cli.calibrate.samples import (
     StepSample,
 )
 from lightning_autoparallel.cli.calibrate.stopwatch import Stopwatch
+from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import HARDWARE, GroupShape, HardwareSpec, LinkSpec, hardware_from
 from lightning_autoparallel.cost.collective import collective_time_us
@@ -175,10 +179,10 @@ def test_causal_attention_that_skips_nothing_takes_all_of_the_time():
 
 
 def test_operands_are_no_part_of_what_causal_attention_skips():
-    """Of 4 us, 2 are the operands' (8 bytes at 4 bytes a us): 3 us with half of the pairs is half of what is left."""
+    """Of 4 us, 1 is the operands' (8 bytes at 8 bytes a us): 3 us with half of the pairs leave 2 of 3 for pairs."""
     whole = KernelSample(work="attention", dtype="float32", size_bytes=8, flops=10, time_us=4.0)
     causal = replace(whole, flops=5, is_causal=True, time_us=3.0)
-    assert causal_share([whole, causal], {"float32": 0.0041}) == pytest.approx(0.51, rel=0.01)
+    assert causal_share([whole, causal], {"float32": 0.008}) == pytest.approx(2 / 3)
     assert causal_share([whole, replace(causal, time_us=9.0)], {"float32": 0.003}) == 0.5, "they explain most of it"
 
 
@@ -188,6 +192,7 @@ def test_operands_are_no_part_of_what_causal_attention_skips():
         ((120.0, 220.0, 240.0), (1e-6, 1e-4)),  # 1 us a FLOP, and 10 us a byte
         ((100.0, 200.0, 200.0), (1e-6, None)),  # FLOPs alone
         ((20.0, 20.0, 40.0), (5e-6, None)),  # bytes alone: put down to FLOPs, by the median of their rates
+        ((50.0, 60.0, 100.0), (2e-6, None)),  # 0.1 us a FLOP is a fifth of the longest: too little to tell
     ],
 )
 def test_what_operands_add_to_flops(times_us, expected):
@@ -261,6 +266,29 @@ def test_computing_beside_a_collective_is_not_slowed_down_by_waiting():
     found = overlap_samples(clock, AXIS, 1024, (4.0,), late=0.05)[4.0]
     assert [(one.communicating_us, one.computing_us, one.both_us) for one in found] == [(500.0, 2100.0, 2100.0)] * 5
     assert overlap_share(found) == 0.0
+
+
+@pytest.mark.parametrize("late", [0.0, 0.25])
+def test_kernels_take_as_long_as_where_ranks_wait_for_each_other(late, monkeypatch):
+    """And collectives, and what runs beside them, are told the same share, to leave it out."""
+    kernel = KernelSample(work="memory", dtype="float32", size_bytes=8, flops=0, time_us=100.0)
+    told = []
+    answers = {
+        "build_mesh": lambda *args: SimpleNamespace(sizes={"dp_shard": 2}),
+        "_axes": lambda mesh: [AXIS],
+        "StageProgress": mock.MagicMock(),
+        "kernel_samples": lambda *args: [kernel],
+        "late_share": lambda *args: late,
+        "collective_samples": lambda *args: told.append(args[-1]) or [],
+        "overlap_samples": lambda *args: told.append(args[-1]) or {2.0: [], 0.5: []},
+        "launch_time_us": lambda *args: 1.0,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"{measure.__module__}.{name}", answer)
+    monkeypatch.setattr(Stopwatch, "slowest", lambda stopwatch, own_us: own_us)
+    found = measure(MeshSpec.from_mapping({"dp_shard": 2}), "cpu", [torch.float32], ranks_per_node=2, spent_s=0.1)
+    assert [sample.time_us for sample in found.kernels] == [100.0 * (1 + late)]
+    assert told == [late, late] and found.late_share == late
 
 
 def test_what_disturbs_for_a_while_disturbs_one_round_of_kernels():
