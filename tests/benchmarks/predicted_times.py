@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.predicted_times [--ranks 2] [--mbit 400] [--workloads NAME ...] [--plans NAME ...]
 
-First `calibrate` runs on the same ranks and link, then every workload under every plan, compiled, each in fresh
-processes. With `--mbit` half of the ranks run on each of two network namespaces (`slow_link.py`). A ratio is
-measured / predicted; rows of equal graphs ran the same calls in the same order, and differ by measuring. It asserts
-nothing. The status is 77 where no such link can be made.
+First `calibrate` runs on the same ranks and link (or the rates that it left before are read), then every workload under
+every plan, compiled, each in fresh processes. With `--mbit` half of the ranks run on each of two network namespaces
+(`slow_link.py`). A ratio is measured / predicted; rows of equal graphs ran the same calls in the same order, and differ
+by measuring. It asserts nothing. The status is 77 where no such link can be made.
 """
 
 from __future__ import annotations
@@ -32,21 +32,26 @@ HEADER = ("workload", "plan", "measured ms", "predicted ms", "ratio", "graphs")
 _LIMIT_S = 900.0
 
 
-def calibrated(arguments: argparse.Namespace, folder: Path, hosts: Sequence[Host]) -> str:
-    """The file of rates of these ranks.
+def calibrate(arguments: argparse.Namespace, folder: Path, rates: str, hosts: Sequence[Host]) -> None:
+    """Write the file of rates of these ranks.
 
     Raises:
         MeasurementError: a rank failed.
     """
-    path = folder / "rates.yaml"
-    command = [sys.executable, "-m", "lightning_autoparallel.cli.main", "calibrate", "--output", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_autoparallel.cli.main",
+        "calibrate",
+        "--output",
+        str(Path(rates).absolute()),
+    ]
     codes = run_ranks(
         [*command, "--device", "cpu", "--threads", str(threads(arguments))],
         folder, arguments.ranks, threads(arguments), _LIMIT_S, hosts,
     )  # fmt: skip
-    if not path.is_file() or any(codes):
+    if not Path(rates).is_file() or any(codes):
         raise MeasurementError((folder / "rank0.log").read_text()[-2000:])
-    return str(path)
 
 
 def measured(arguments: argparse.Namespace, name: str, plan: str, rates: str, hosts: Sequence[Host]) -> Measurement:
@@ -102,7 +107,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, help="of the link, per direction; loopback without")
     parser.add_argument("--workloads", nargs="+", default=list(workloads.NAMES), choices=workloads.NAMES)
     parser.add_argument("--plans", nargs="+", default=["ddp", "fsdp", "tp"], choices=workloads.PLANS)
-    parser.add_argument("--rates", help="a file of rates, in place of a calibration")
+    parser.add_argument("--rates", help="a file of rates: where there is none, the calibrated ones are kept there")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     return parser.parse_args(argv)
@@ -116,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="autoparallel-predicted-") as name:
             folder = Path(name)
             with _hosts(arguments.mbit, folder / "inductor") as hosts:
-                rates = arguments.rates or calibrated(arguments, folder, hosts)
+                rates = arguments.rates or str(folder / "rates.yaml")
+                if not Path(rates).is_file():
+                    calibrate(arguments, folder, rates, hosts)
                 for row in rows(arguments, rates, hosts):
                     print(*row, sep="  ", file=sys.stderr, flush=True)
                     table.append(row)
