@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from lightning_autoparallel.apply.aliases import eliminate_alias_round_trips
 from lightning_autoparallel.apply.attention_layout import in_kernels_layout
+from lightning_autoparallel.apply.attention_masks import check_masks
 from lightning_autoparallel.apply.einsum_form import emit_product
 from lightning_autoparallel.apply.emit import GraphEmitter
 from lightning_autoparallel.apply.group_choice import OrderedAxis
@@ -148,6 +149,7 @@ class _Lowering:
             lowered = self.emitter.call(node.target, self._placed[(source, ())], index, name=node.name)
             self._keep(node, placement.outputs[0], lowered)
             return
+        check_masks(node, self._plan, self._captured.local)
         wanted = iter(placement.inputs)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: self._in(argument, next(wanted)))
         args = in_kernels_layout(self.emitter, node.target, args)

@@ -119,10 +119,13 @@ def group_of(node: fx.Node) -> str:
 def is_random(node: fx.Node) -> bool:
     """Whether running the node twice gives two results."""
     if is_attention(node):
-        # Its forward draws a mask when its dropout is not 0, its backward is given that mask's seed.
-        draws = bool(named_arguments(node.target, node.args, node.kwargs).get("dropout_p"))
-        return draws and "_backward" not in str(node.target)
+        return draws_mask(node) and "_backward" not in str(node.target)
     return node.target in _RANDOM_OPS
+
+
+def draws_mask(node: fx.Node) -> bool:
+    """Whether the node is fused attention with dropout: forward it draws a mask, backward that again from its seed."""
+    return is_attention(node) and bool(named_arguments(node.target, node.args, node.kwargs).get("dropout_p"))
 
 
 def is_attention(node: fx.Node) -> bool:

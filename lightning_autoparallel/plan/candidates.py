@@ -74,8 +74,9 @@ class CandidateTable:
         return tuple(self._candidate(row, call, node.meta["val"], before) for row in kept)
 
     def _rows(self, node: fx.Node, call: OpCall) -> list[Row]:
-        if fxn.is_random(node) and not self._axis.shards_batch and isinstance(node.meta["val"], tuple):
-            return []  # its ranks draw alike: parts would be drawn alike too
+        is_drawn = fxn.draws_mask(node) or (fxn.is_random(node) and isinstance(node.meta["val"], tuple))
+        if is_drawn and not self._axis.shards_batch:
+            return []  # its ranks draw alike: parts would be drawn alike too, and a backward's not as the whole was
         if call.op in RULES:
             rows = RULES[call.op](call)
             return rows if call.op in STRIDED_ALREADY else with_strides(rows, call.split_factors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import fx
@@ -22,9 +24,11 @@ def table(fake_mesh):
     """``table(size)`` and the warnings it was told."""
     warnings: list[str] = []
 
-    def make(size: int = 2) -> CandidateTable:
+    def make(size: int = 2, name: str = "dp_shard") -> CandidateTable:
         mesh = fake_mesh(dp_shard=size)
-        return CandidateTable(axis_of(size), mesh.submesh(("dp_shard",)), GENERIC, warnings.append)
+        return CandidateTable(
+            dataclasses.replace(axis_of(size), mesh_axes=(name,)), mesh.submesh(("dp_shard",)), GENERIC, warnings.append
+        )
 
     make.warnings = warnings
     return make
@@ -131,6 +135,23 @@ def test_fused_attention_is_sharded_by_batch_and_heads_though_its_random_state_i
     for dim in (0, 1):
         assert any(inputs[:3] == (S(dim),) * 3 and outputs[0] == S(dim) for outputs, inputs in found)
     assert fxn.is_random(node)
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_that_drops_is_cut_on_axes_of_the_batch_only_and_its_backward_too(table, dropout: float, axis: str):
+    """The ranks of another axis draw alike, by the place that an element has in what they hold."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, lse = torch.ones(2, 4, 8, 16, dtype=torch.bfloat16), torch.ones(2, 4, 8, 1)
+        seed = torch.ones((), dtype=torch.int64)
+        forward = call(aten._scaled_dot_product_cudnn_attention.default, q, q, q, None, True, dropout, True)
+        given = (q, q, q, q, q, lse, seed, seed, None, None, None, 8, 8, dropout, True)
+        backward = call(aten._scaled_dot_product_cudnn_attention_backward.default, *given)
+    made = table(name=axis)
+    for node in (forward, backward):
+        is_cut = any(outputs[0] == S(1) for outputs, _ in rows(made.of(node, (1,))))
+        assert is_cut == (dropout == 0 or axis == "dp_shard")
+        assert fxn.draws_mask(node) == (dropout > 0)
 
 
 def test_a_rule_that_speaks_of_other_tensors_warns(table, monkeypatch):
