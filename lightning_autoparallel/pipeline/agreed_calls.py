@@ -27,8 +27,11 @@ def check_agreement(
     leaves: Sequence[tuple[str, Any]],
     variant: int,
     state: Any,
+    fed: str = "",
 ) -> None:
     """Whether every rank is about to run variant number ``variant`` of a call, on a batch of one kind.
+
+    ``fed`` is what a captured step takes from outside of its batch, as text.
 
     Raises:
         AutoParallelError: on all ranks, if one is not.
@@ -54,6 +57,7 @@ def check_agreement(
             values=values,
             variant=variant,
             module_state=repr(state),
+            fed=fed,
         ),
     )
 

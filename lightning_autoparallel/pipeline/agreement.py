@@ -37,6 +37,7 @@ class StepIdentity:
     values: Mapping[str, str]  # digests of replicated leaves, by path
     variant: int
     module_state: str
+    fed: str = ""  # what the captured step takes from outside of its batch
 
 
 class ControlGroup:
@@ -210,6 +211,12 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
                 f"so it is replicated; give all ranks the same values, or set batch_dims={{'{path}': 0}}"
             )
     _check_same_state(everyone)
+    for rank, theirs in enumerate(everyone):
+        if theirs.variant == first.variant and theirs.fed != first.fed:
+            raise CaptureError(
+                f"what the step reads beside its batch (attributes, numbers) is {theirs.fed} on rank {rank} and "
+                f"{first.fed} on rank 0, and all ranks compute one step together: have them agree"
+            )
     raise CaptureError("ranks took different branches of the step")
 
 

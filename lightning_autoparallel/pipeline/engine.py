@@ -269,7 +269,8 @@ class StepEngine:
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
-        check_agreement(self.context, call, layout, leaves, index, state)
+        fed = known[index].fed(found) if index < len(known) and not call.local else ""
+        check_agreement(self.context, call, layout, leaves, index, state, fed)
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
             if self.context.found.is_due(self.context, call):

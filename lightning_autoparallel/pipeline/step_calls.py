@@ -70,6 +70,10 @@ class Variant:
         """Whether it is what the step would be now."""
         return self.state.holds(self.state.values(counters))
 
+    def fed(self, counters: Mapping[str, Any]) -> str:
+        """What it takes from outside of its batch now, as ranks can compare it."""
+        return self.state.fed(self.state.values(counters))
+
     def at_this_step(self) -> CompiledStep:
         """The step with the constants that Python finds now."""
         if not self.state.feeds:

@@ -153,6 +153,58 @@ def test_ranks_that_compute_different_things(kind, worlds: Worlds) -> None:
         assert seconds < SECONDS
 
 
+class DividesByItsOwnNumber(Net):
+    """Its number becomes an input of the step at the second batch, and another one on each rank at the third."""
+
+    number = 8.0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.number = 8.0 if batch_idx == 0 else 9.0 if batch_idx == 1 else 10.0 + self.my_rank
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) / self.number
+
+
+class AddsItsOwnTensor(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.shift = torch.full((), 8.0 if batch_idx < 3 else 9.0 + self.my_rank)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.shift
+
+
+@pytest.mark.parametrize("kind", [DividesByItsOwnNumber, AddsItsOwnTensor])
+def test_ranks_that_feed_a_step_differently(kind, worlds: Worlds) -> None:
+    """One graph on all ranks, which read their own numbers for it: nobody would see."""
+    for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
+        assert re.match(
+            rf"CaptureError: {FILE}:\d+: what the step reads beside its batch \(attributes, numbers\) is", text
+        )
+        assert "on rank 0, and all ranks compute one step together" in text and seconds < SECONDS
+
+
+def train_without_asking_for_whole_steps() -> jobs.Outcome:
+    class Anyhow(DividesByItsOwnNumber):
+        strategy: ClassVar = {}
+
+    return train(Anyhow, MESH)
+
+
+def train_as_each_rank_for_itself() -> jobs.Outcome:
+    class Apart(DividesByItsOwnNumber):
+        strategy: ClassVar = {"capture": "forward"}
+
+    return train(Apart, MESH)
+
+
+def test_where_they_may_each_rank_goes_on_with_its_own_number(worlds: Worlds) -> None:
+    """As under DDP."""
+    ranks, apart = worlds(2).run(train_without_asking_for_whole_steps), worlds(2).run(train_as_each_rank_for_itself)
+    assert ranks[0].said("training_step runs in forward mode") == 1
+    for mine, theirs in zip(ranks, apart, strict=True):
+        torch.testing.assert_close(mine.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
+
+
 def test_ranks_that_branch_differently_at_a_later_step(worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, DependsOnRankLater, timeout_s=SECONDS):
         assert "ranks took different branches of the step" in text or "rank 1's graph differs at node" in text
