@@ -96,20 +96,32 @@ def _predicted(
     if before - at_peak > before * _LOWER:  # whatever else is alive there stays
         return ()
     whole = _copied(graph)
-    budget_us = _SLOWER * products_time_us(graph, costs)
-    chosen: dict[str, int] = {}
-    for name in heads:
-        chunks, spent_us = _chunked_within(graph, name, tangents, costs, budget_us, before)
-        if chunks > 1:
-            chosen[name], budget_us = chunks, budget_us - spent_us
+    try:
+        chosen = _chosen(graph, heads, tangents, costs, before)
+        after = memory_of(graph).peak_bytes if chosen else before
+    except (UnsupportedOpError, ConfigError):  # of a head that comes behind one that is written already
+        _restore(graph, whole)
+        raise
     if not chosen:
         return ()
-    after = memory_of(graph).peak_bytes
     if after > before * _LOWER:
         _restore(graph, whole)
         return ()
     written = ", ".join(f"{name} in {chunks} chunks of rows" for name, chunks in chosen.items())
     return (f"{written}: peak of the calls as they stand {before / 2**30:.2f} -> {after / 2**30:.2f} GiB",)
+
+
+def _chosen(
+    graph: fx.Graph, heads: Sequence[str], tangents: Collection[fx.Node], costs: CostModel, peak_bytes: int
+) -> dict[str, int]:
+    """In how many chunks each head was written that the budget of all has time for."""
+    budget_us = _SLOWER * products_time_us(graph, costs)
+    chosen: dict[str, int] = {}
+    for name in heads:
+        chunks, spent_us = _chunked_within(graph, name, tangents, costs, budget_us, peak_bytes)
+        if chunks > 1:
+            chosen[name], budget_us = chunks, budget_us - spent_us
+    return chosen
 
 
 def _chunked_within(

@@ -17,6 +17,7 @@ from lightning_autoparallel.contracts import GraphInput, MemoryShare
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.liveness import MemoryTimeline
 from lightning_autoparallel.cost.memory import StepMemory
+from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
 from lightning_autoparallel.passes.loss_head import ChunkOptions
@@ -239,6 +240,24 @@ def test_a_head_that_takes_little_at_the_peak_is_not_tried(head_bytes: int, aske
     assert chunk_loss_head(joint.graph, inputs=joint.inputs, costs=NO_LAUNCHES, memory_of=memory_of) == ()
     assert len(partitions) == asked
     assert (len(before) == len(joint.graph.nodes)) and joint.graph.lint() is None
+
+
+def test_where_the_peak_behind_it_is_unknown_a_head_is_whole_again() -> None:
+    joint = Joint(Speaker(cross_entropy), tokens())
+    before = [(node.op, node.target) for node in joint.graph.nodes]
+    (softmax,) = joint.graph.find_nodes(op="call_function", target=torch.ops.aten._log_softmax.default)
+    alive = (MemoryShare(name=softmax.name, size_bytes=1000, kind="value", module=""),)
+    known = [StepMemory(forward=MemoryTimeline(live_bytes=(1000,), peak_bytes=1000, peak_node="", contributors=alive))]
+
+    def memory_of(graph: fx.Graph) -> StepMemory:
+        if not known:
+            assert len(graph.nodes) > len(before), "in chunks"
+            raise UnsupportedOpError("nothing is known of it")
+        return known.pop()
+
+    notes = chunk_loss_head(joint.graph, inputs=joint.inputs, costs=NO_LAUNCHES, memory_of=memory_of)
+    assert notes == ("every head stays whole: nothing is known of it",)
+    assert [(node.op, node.target) for node in joint.graph.nodes] == before
 
 
 def test_one_matrix_as_two_operands_is_read_as_it_is() -> None:
