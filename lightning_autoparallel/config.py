@@ -145,6 +145,9 @@ class PlanRule:
 class PlanSpec:
     """A named plan and the rules on top of it; ``file`` is a plan file that holds the placements themselves.
 
+    Its plan ``recomputes`` what that policy of activation checkpointing says, if it says any; where it was ``found``,
+    nobody wrote its rules.
+
     Raises:
         ConfigError: an unknown base, or a rule that cannot be read.
     """
@@ -152,6 +155,8 @@ class PlanSpec:
     base: str = "auto"
     rules: tuple[PlanRule, ...] = ()
     file: str | None = None
+    recomputes: str | None = None
+    found: bool = False
 
     def __post_init__(self) -> None:
         check_plan(self.base)
@@ -180,15 +185,22 @@ class PlanSpec:
     def _from_file(cls, path: str) -> PlanSpec:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
-            return replace(cls.parse({"base": document["base"], "rules": document["rules"]}), file=path)
+            parsed = cls.parse({"base": document["base"], "rules": document["rules"]})
+            policy, found = document.get("activation_checkpointing"), bool(document.get("found"))
+            return replace(parsed, file=path, recomputes=policy, found=found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"plan file {path} cannot be read: {type(error).__name__}: {error}") from error
 
     def as_written(self) -> dict[str, Any]:
-        """The mapping that ``parse`` reads."""
+        """The mapping that ``parse`` reads.
+
+        Rules of one key become one. What is found for a parameter is what rules behind it ask for, so that those need
+        not come last.
+        """
         rules: dict[str, Any] = {}
         for rule in self.rules:
-            rules[rule.key] = {**dict(rule.placements), **({"order": list(rule.order)} if rule.order else {})}
+            own = {**dict(rule.placements), **({"order": list(rule.order)} if rule.order else {})}
+            rules[rule.key] = {**rules.get(rule.key, {}), **own}
         return {"base": self.base, "rules": rules}
 
     @property
@@ -414,10 +426,15 @@ class EngineConfig:
         if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
             raise ConfigError(f"ranks_per_node={ranks!r}: give a whole number, of at least one rank on a node")
         check_activation_checkpointing(self.activation_checkpointing)
-        if self.activation_checkpointing == AUTO and self.plan.base != AUTO:
+        if self.plan.recomputes is not None:
+            check_activation_checkpointing(self.plan.recomputes)
+        elif self.activation_checkpointing == AUTO and self.plan.base != AUTO:
+            given = f"plan '{self.plan.name}'"
+            if self.plan.file is not None:
+                given = f"{self.plan.file}, which names no policy of its plan,"
             raise ConfigError(
                 f"activation_checkpointing 'auto' goes with plan 'auto', which knows how much memory there is; with "
-                f"plan '{self.plan.name}' write {', '.join(map(repr, CHECKPOINT_POLICIES))} or 'layer:N'"
+                f"{given} write {', '.join(map(repr, CHECKPOINT_POLICIES))} or 'layer:N'"
             )
         budget = self.memory_budget_gib
         if budget is not None and not (isinstance(budget, (int, float)) and budget > 0):

@@ -16,8 +16,12 @@ InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
 OutputKind = Literal["output", "log", "buffer", "gradient"]
 Placements = tuple[Placement, ...]  # one per plan axis
 LARGEST_SHOWN = 5  # of what is alive at a predicted peak
+_BYTES = ("parameters_bytes", "training_peak_bytes", "gradients_bytes", "optimizer_bytes", "predicted_peak_bytes")
+_TIMES = ("step_time_us", "around_us", "update_us", "tokens_per_second_per_device")
 Decision = Literal["save", "recompute"]
 Wish = Literal["save", "recompute", "prefer_recompute"]
+# Of the step before: gone before the forward, gone between it and the backward, or there through both, to be added to.
+EarlierGradients = Literal["freed", "cleared", "kept"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +213,7 @@ class PartitionedGraph:
     ``backward`` takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
     ``decisions`` say for every call of the forward, by its name, whether the backward, where it needs the value, reads
     what was saved or recomputes it. A recomputed call has the same name in both graphs until passes rewrite them.
-    It ``keeps_gradients`` where those of the step before are alive through the forward.
+    ``earlier_gradients`` are those that lie on a rank as it begins.
     """
 
     sharded: ShardedGraph
@@ -218,7 +222,7 @@ class PartitionedGraph:
     saved_inputs: tuple[int, ...] = ()
     saved_values: int = 0
     decisions: Mapping[str, Decision] = field(default_factory=dict)
-    keeps_gradients: bool = True
+    earlier_gradients: EarlierGradients = "cleared"
 
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs by their names in reports: ``forward`` and ``backward``, or ``inference`` alone."""
@@ -339,7 +343,8 @@ class GraphPrediction:
 class MeshTrial:
     """One mesh that ``mesh="auto"`` has tried: predicted times, bytes of one rank, or why it will not do.
 
-    ``samples`` are taken at once, ``accumulation`` times for the global batch that was asked for.
+    ``samples`` are taken at once, ``accumulation`` times for the global batch that was asked for. ``us_per_sample`` has
+    its part of what comes once in an optimizer step, as far as that is known.
     """
 
     mesh: Mapping[str, int]
@@ -361,7 +366,8 @@ class PlanReport:
     the batch not counted. ``predictions`` are missing where something has no known cost: ``notes`` say what.
     ``predicted_peak_bytes`` is the largest peak of the step's graphs, also where their times are unknown. ``samples``
     and ``tokens`` are those of one step's global batch; ``tokens`` is None where no matrix of indices is in it.
-    ``around_us`` is what a training step is predicted to take beside its graphs, on hardware where that was measured.
+    ``around_us`` is what a training step is predicted to take beside its graphs, on hardware where that was measured;
+    ``update_us`` is the optimizer's part of it, known of all hardware.
     """
 
     graph: str
@@ -383,6 +389,7 @@ class PlanReport:
     samples: int | None = None
     tokens: int | None = None
     around_us: float | None = None
+    update_us: float = 0.0
     meshes: tuple[MeshTrial, ...] = ()  # the best first; empty where the mesh was given
     explanation: Explanation | None = None
 
@@ -448,14 +455,7 @@ class PlanReport:
             "mesh": dict(self.mesh),
             "timings_s": dict(self.timings_s),
             **graphs,
-            "parameters_bytes": self.parameters_bytes,
-            "training_peak_bytes": self.training_peak_bytes,
-            "gradients_bytes": self.gradients_bytes,
-            "optimizer_bytes": self.optimizer_bytes,
-            "predicted_peak_bytes": self.predicted_peak_bytes,
-            "step_time_us": self.step_time_us,
-            "around_us": self.around_us,
-            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            **{name: getattr(self, name) for name in (*_BYTES, *_TIMES, "samples", "tokens")},
             "hardware": dict(self.hardware),
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
             "modules": [asdict(m) | {"collectives": _tables_json(m.collectives)} for m in self.modules],

@@ -20,7 +20,7 @@ def meshes_table(trials: Sequence[MeshTrial]) -> Table:
         "Meshes, by predicted time per sample",
         ("mesh", "why not"),
         ("per sample", "step", "exposed", "memory of a rank", "rows at once", "accumulation"),
-        caption="per sample: of all ranks together; a step's rows are those of all data-parallel ranks",
+        caption="per sample: of all ranks together, with the optimizer's part; rows: of all data-parallel ranks",
     )
     for trial in trials:
         reason = trial.why_not or ""

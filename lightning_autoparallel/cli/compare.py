@@ -133,7 +133,8 @@ def _apart(one: KindFigures, two: KindFigures, have_times: bool) -> tuple[float,
 
 def _named(figures: PlanFigures) -> str:
     mesh = ", ".join(f"{axis}: {size}" for axis, size in figures.mesh.items())
-    return f"plan {figures.plan} on {{{mesh}}}, for {figures.hardware}"
+    rows = "" if figures.samples is None else f", {figures.samples:,} rows a step"
+    return f"plan {figures.plan} on {{{mesh}}}, for {figures.hardware}{rows}"
 
 
 def _placements_table(this: PlanFigures, other: PlanFigures) -> Table:

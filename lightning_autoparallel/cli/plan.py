@@ -109,7 +109,12 @@ class CommandTrainer(Trainer):
 def add_plan_arguments(parser: LightningArgumentParser) -> list[str]:
     """Add the arguments of ``plan`` and return their names in the parsed configuration."""
     parser.add_argument("--world-size", type=int, required=True, help="Ranks of the fake world.")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="Ranks of one node.")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int | None,
+        default=None,
+        help="Ranks of one node; those that the hardware's rates were measured with unless given.",
+    )
     parser.add_argument(
         "--global-batch-size",
         type=int | None,

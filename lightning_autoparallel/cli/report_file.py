@@ -56,7 +56,8 @@ class PlanFigures:
     """The figures of one report, named as they are shown; None stands for what is not known.
 
     ``collectives`` are launches and bytes of one step, by mesh axes; ``kinds`` are by kind of module, None in a file
-    of a version that did not write them; ``times_by_kind`` says whether their times are known.
+    of a version that did not write them, like ``samples``, the rows of a step; ``times_by_kind`` says whether their
+    times are known.
     """
 
     path: str
@@ -67,6 +68,7 @@ class PlanFigures:
     times_us: Mapping[str, float | None]
     collectives: Mapping[str, tuple[int, int]]
     sizes_bytes: Mapping[str, int | None]
+    samples: int | None = None
     kinds: Mapping[str, KindFigures] | None = None
     times_by_kind: bool = False
 
@@ -98,6 +100,7 @@ def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
     """
     graphs = {name: document[name] for name in ("forward", "backward") if name in document}
     graphs = graphs or {"inference": document["inference"]}
+    step_us, samples = _number(document["step_time_us"]), _whole(document.get("samples"))
     return PlanFigures(
         path=path,
         plan=str(document["plan"]),
@@ -105,12 +108,14 @@ def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
         hardware=str(document["hardware"].get("name")),
         parameters={name: _lain(written) for name, written in document["parameters"].items()},
         times_us={
-            "step": _number(document["step_time_us"]),
+            "step": step_us,
+            "step, for each row of its batch": None if step_us is None or not samples else step_us / samples,
             "computing": _sum(graphs, "compute_us"),
             "exposed communication": _sum(graphs, "exposed_us"),
         },
         collectives=_by_axes(graphs),
         sizes_bytes={name: _whole(document[key]) for name, key in _SIZES.items()},
+        samples=samples,
         kinds=_by_kind(document["modules"], graphs) if "modules" in document else None,
         times_by_kind=all("by_module" in graph for graph in graphs.values()),
     )

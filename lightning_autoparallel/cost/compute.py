@@ -9,10 +9,12 @@ on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.cost.flops import node_flops
+from lightning_autoparallel.cost.flops import counts_flops, node_flops
 from lightning_autoparallel.cost.fusion import CallKind, call_kind, graph_kinds, graph_traffic, node_traffic
 from lightning_autoparallel.cost.hardware import HardwareSpec, Work
 from lightning_autoparallel.fx import nodes as fxn
@@ -48,14 +50,25 @@ def share_time_us(
 ) -> float:
     """Microseconds of a rank's part of a call: ``size_bytes`` that it moves, and that share of the call's FLOPs.
 
-    Raises:
-        ConfigError: the hardware has no peak for the dtype of a matrix product.
+    Plans compare such times. Where the hardware has no peak for the dtype of a product, that of a dtype like it is
+    taken: see ``HardwareSpec.rated_dtype``.
     """
-    return _time_us(node, kind, size_bytes, hardware, flops_share)
+    return _time_us(node, kind, size_bytes, hardware, flops_share, hardware.rated_dtype)
+
+
+def unrated_dtypes(graph: fx.Graph, hardware: HardwareSpec) -> list[torch.dtype]:
+    """Of products, convolutions and attention for which the hardware has no peak."""
+    dtypes = dict.fromkeys(_dtype(node) for node in graph.nodes if counts_flops(node))
+    return [dtype for dtype in dtypes if hardware.rated_dtype(dtype) != dtype]
 
 
 def _time_us(
-    node: fx.Node, kind: CallKind, size_bytes: float, hardware: HardwareSpec, flops_share: float = 1.0
+    node: fx.Node,
+    kind: CallKind,
+    size_bytes: float,
+    hardware: HardwareSpec,
+    flops_share: float = 1.0,
+    rated: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> float:
     if kind in ("free", "collective"):
         return 0.0
@@ -66,7 +79,8 @@ def _time_us(
     flops = node_flops(node) * flops_share
     computing_us = 0.0
     if flops:
-        computing_us = computing_time_us(flops, size_bytes, _dtype(node), _work(node), hardware, _is_causal(node))
+        dtype = rated(_dtype(node))
+        computing_us = computing_time_us(flops, size_bytes, dtype, _work(node), hardware, _is_causal(node))
     return max(moving_us, computing_us, hardware.kernel_latency_us)
 
 

@@ -16,6 +16,7 @@ from lightning_autoparallel.errors import ConfigError, did_you_mean
 HIGHEST_FRACTION = 0.75  # of a datasheet's peak: no training step has been seen to sustain more
 BACKENDS = ("nccl", "gloo")
 _FILES = (".yaml", ".yml")
+MEASURABLE = ("float32", "bfloat16", "float16", "float64")  # dtypes whose peaks `calibrate` may be asked for
 _OF_OPERANDS = ("attention_gb_per_s", "convolution_gb_per_s")
 _BY_DTYPE = ("peak_tflops", "attention_tflops", "convolution_tflops", *_OF_OPERANDS)
 
@@ -104,13 +105,31 @@ class HardwareSpec:
         Raises:
             ConfigError: there is none in the table.
         """
-        name = str(dtype).removeprefix("torch.")
+        name = _name(dtype)
         if name not in self.peak_tflops:
+            given = f"give one, as in {{base: {self.name}, peak_tflops: {{{name}: 100}}}}"
+            if self.is_measured:
+                given = "write one into its file of rates, under peak_tflops"
+                given += f", or measure it: `calibrate --dtypes` with {name}" if name in MEASURABLE else ""
             raise ConfigError(
-                f"hardware {self.name!r} has no peak for matrix products in {name}: give one, as in "
-                f"{{base: {self.name}, peak_tflops: {{{name}: 100}}}}; known are {', '.join(sorted(self.peak_tflops))}"
+                f"hardware {self.name!r} has no peak for matrix products in {name}: {given}; known are "
+                f"{', '.join(sorted(self.peak_tflops))}"
             )
         return self.peak_tflops[name]
+
+    def rated_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype itself where there is a peak of it, else one to take it for: float32, or the slowest there is.
+
+        Raises:
+            ConfigError: there is no peak of any.
+        """
+        if _name(dtype) in self.peak_tflops:
+            return dtype
+        known = [name for name in sorted(self.peak_tflops, key=self.peak_tflops.__getitem__) if hasattr(torch, name)]
+        if not known:
+            self.peak_of(dtype)
+        found: torch.dtype = getattr(torch, "float32" if "float32" in known else known[0])
+        return found
 
     def achieved_tflops(self, dtype: torch.dtype, work: Work) -> float:
         """The TFLOP/s that predictions assume of such work; convolutions are as fast as products unless measured.
@@ -119,7 +138,7 @@ class HardwareSpec:
             ConfigError: there is no peak of this dtype in the table.
         """
         tables = {"attention": self.attention_tflops, "convolution": self.convolution_tflops}
-        measured = tables.get(work, {}).get(str(dtype).removeprefix("torch."))
+        measured = tables.get(work, {}).get(_name(dtype))
         if measured is not None:
             return measured
         return self.peak_of(dtype) * (self.attention_fraction if work == "attention" else self.matmul_fraction)
@@ -130,7 +149,7 @@ class HardwareSpec:
         0 where no such rate was measured: then bytes count beside FLOPs, by the memory's bandwidth, not with them.
         """
         tables = {"attention": self.attention_gb_per_s, "convolution": self.convolution_gb_per_s}
-        measured = tables.get(work, {}).get(str(dtype).removeprefix("torch."))
+        measured = tables.get(work, {}).get(_name(dtype))
         return 0.0 if measured is None else size_bytes / (measured * 1e3)
 
     def host_time_us(self, parameters: int) -> float | None:
@@ -158,6 +177,10 @@ class HardwareSpec:
         links = {key: value.as_json() for key, value in own.items() if isinstance(value, LinkSpec)}
         tables = {key: dict(value) for key, value in own.items() if key in _BY_DTYPE}
         return {**own, **tables, **links}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _nvlink(bandwidth_gb_per_s: float) -> LinkSpec:

@@ -51,9 +51,9 @@ def predict_step_memory(partitioned: PartitionedGraph, *, allocation_bytes: int 
 
     The batch, buffers and constants are alive throughout; what the step returned (loss, outputs, logged values) is
     alive through the backward, whose caller holds it. Saved values are freed after their last use, gradients are alive
-    from their creation to the end, and through the next step's forward where it ``keeps_gradients``. Gradients of
-    earlier micro-batches, where they accumulate, come on top of the backward's. Every storage is rounded up to a
-    multiple of ``allocation_bytes``.
+    from their creation to the end, and through the next step's forward unless they are freed before it. Where those of
+    micro-batches add up, earlier ones are alive through the backward too. Every storage is rounded up to a multiple of
+    ``allocation_bytes``.
 
     Raises:
         UnsupportedOpError: a node has no recorded value.
@@ -111,12 +111,12 @@ class _Handover:
             held={name for name, kind in kinds.items() if kind in _OWNED_BY_CALLER},
             kinds=kinds,
             results=self._result_kinds,
-            outside=self._last_gradients(allocation_bytes),
+            outside=self._earlier_gradients(allocation_bytes) if self._partitioned.earlier_gradients != "freed" else [],
         )
 
-    def _last_gradients(self, allocation_bytes: int) -> list[MemoryShare]:
-        """Those of the step before, where they are freed between a step's forward and its backward."""
-        if self._partitioned.backward is None or not self._partitioned.keeps_gradients:
+    def _earlier_gradients(self, allocation_bytes: int) -> list[MemoryShare]:
+        """What the caller holds of the step before, as large as what the backward returns."""
+        if self._partitioned.backward is None:
             return []
         items = [item for item in self._partitioned.sharded.outputs if item.kind == "gradient"]
         results = self._partitioned.backward.graph.output_node().args[0]
@@ -125,7 +125,9 @@ class _Handover:
         found = resolve_storages(self._partitioned.backward.graph)
         held = {index for node in gradients for index in found.of(node)}
         size = sum(rounded(found.storages[index].size_bytes, allocation_bytes) for index in held)
-        return [MemoryShare(name="the last step's gradients", size_bytes=size, kind="gradient", module="")]
+        adds_up = self._partitioned.earlier_gradients == "kept"
+        name = "earlier micro-batches' gradients" if adds_up else "the last step's gradients"
+        return [MemoryShare(name=name, size_bytes=size, kind="gradient", module="")]
 
     def backward(self, graph: fx.Graph, allocation_bytes: int) -> Surroundings:
         placeholders = graph.find_nodes(op="placeholder")
@@ -134,6 +136,7 @@ class _Handover:
         kinds = {p.name: kind for p, (_, kind) in zip(placeholders, sources, strict=False)}
         tangents = [p.name for p in placeholders[len(sources) :]]
         parameters, held = self._parameters(), self._held()
+        added_to = self._earlier_gradients(allocation_bytes) if self._partitioned.earlier_gradients == "kept" else []
         return Surroundings(
             excluded={name for name, storage in same.items() if storage in parameters},
             held={*tangents, *(name for name, storage in same.items() if storage in held)},
@@ -141,9 +144,12 @@ class _Handover:
             kinds={**kinds, **dict.fromkeys(tangents, "tangent")},
             results=[item.kind for item in self._partitioned.sharded.outputs if item.kind == "gradient"],
             outside=[
-                _contributor(storage, kind, allocation_bytes)
-                for storage, kind in held.items()
-                if storage not in parameters and storage not in same.values()
+                *added_to,
+                *(
+                    _contributor(storage, kind, allocation_bytes)
+                    for storage, kind in held.items()
+                    if storage not in parameters and storage not in same.values()
+                ),
             ],
         )
 

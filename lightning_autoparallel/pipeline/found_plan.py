@@ -364,6 +364,7 @@ def _find_within(
             budget_bytes=budget_bytes,
             ranks_per_node=costs.hardware.ranks_per_node,
             gathered_again=context.config.reshard_after_forward,
+            add_up=context.earlier_gradients(captured) == "kept",
         )
         over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
         stays_bytes = leanest.answer.stays_bytes

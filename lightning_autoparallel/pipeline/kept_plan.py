@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_autoparallel.config import PlanSpec
@@ -19,7 +19,10 @@ VERSION = 2
 
 def policy_name(policy: str | CheckpointFunction) -> str:
     """A policy of activation checkpointing as text; of a function where it is defined."""
-    return policy if isinstance(policy, str) else f"{policy.__module__}.{policy.__qualname__}"
+    if isinstance(policy, str):
+        return policy
+    defined = policy if hasattr(policy, "__qualname__") else type(policy)  # else a callable object
+    return f"{defined.__module__}.{defined.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,6 @@ def answer(held: Mapping[str, Any] | None, question: Question, captured: Capture
     document = json.loads(held["document"])
     if not is_of_graph(document, captured):
         return None
-    spec = PlanSpec.parse({"base": document["base"], "rules": document["rules"]})
+    spec = replace(PlanSpec.parse({"base": document["base"], "rules": document["rules"]}), found=True)
     note = "plan auto: as it was found before the checkpoint that this training goes on from"
     return Answer(spec=spec, document=document, notes=tuple(dict.fromkeys((*held["notes"], note))))

@@ -81,13 +81,13 @@ def _that_should_fit(
     found, known, refused = context.found, CHECKPOINTING[place], CHECKPOINTING[: place + 1]
     plan = found.plan_of(captured, context.config.plan, context.mesh)
     assert plan is not None
-    again, keeps_gradients = context.config.reshard_after_forward, context.keeps_gradients(captured.name)
+    again, earlier = context.config.reshard_after_forward, context.earlier_gradients(captured)
     sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
 
     @cache
     def peak_with(policy: str) -> float:
         partitioned = partition_graph(sharded, again, policy)
-        return predict_step_memory(replace(partitioned, keeps_gradients=keeps_gradients)).peak_bytes
+        return predict_step_memory(replace(partitioned, earlier_gradients=earlier)).peak_bytes
 
     room_bytes = budget_bytes / (1 + (costs.hardware.reserved_share or 0.0)) - found.predicted_bytes
     spared_bytes = may_be_spared_bytes(captured, plan, found.state, context.mesh.device_mesh.size())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from lightning_autoparallel.compile import partition_graph
-from lightning_autoparallel.contracts import CheckpointFunction, PartitionedGraph, ShardedGraph
+from lightning_autoparallel.contracts import CheckpointFunction, EarlierGradients, PartitionedGraph, ShardedGraph
 from lightning_autoparallel.cost.memory import StepMemory, predict_step_memory
 
 
@@ -17,13 +17,13 @@ class Partitioning:
     """Partitions one graph; what was partitioned last is not partitioned again while its calls are the same.
 
     What is partitioned is rewritten by ``behind`` at once, if that is given. ``first_bytes`` are those of the peak that
-    was asked for first, 0 where none was. It ``keeps_gradients`` as ``PartitionedGraph`` does.
+    was asked for first, 0 where none was. It has ``earlier_gradients`` as ``PartitionedGraph`` has.
     """
 
     sharded: ShardedGraph
     reshard_after_forward: bool
     policy: str | CheckpointFunction
-    keeps_gradients: bool
+    earlier_gradients: EarlierGradients
     behind: Callable[[PartitionedGraph], None] | None = None
     first_bytes: int = 0
     _warnings: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Partitioning:
         if self._last is None or self._last[0] != calls:
             self._warnings.clear()
             made = partition_graph(self.sharded, self.reshard_after_forward, self.policy, self._warnings.append)
-            found = replace(made, keeps_gradients=self.keeps_gradients)
+            found = replace(made, earlier_gradients=self.earlier_gradients)
             if self.behind is not None:
                 self.behind(found)
             self._last = calls, found

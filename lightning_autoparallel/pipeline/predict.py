@@ -84,7 +84,8 @@ def with_predictions(
     report = replace(report, predicted_peak_bytes=memory.peak_bytes)
     try:
         predictions = _predictions(partitioned, memory, costs, axes_by_group)
-        return replace(report, predictions=predictions, around_us=around_us(report, costs.hardware))
+        around, update = around_us(report, costs.hardware), update_time_us(report.gradients_bytes, costs.hardware)
+        return replace(report, predictions=predictions, around_us=around, update_us=update)
     except (UnsupportedOpError, ConfigError) as error:
         return replace(report, notes=(*report.notes, f"no predicted times: {error}"))
 

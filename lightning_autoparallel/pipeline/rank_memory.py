@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, MemoryShare, ShardingPlan
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
@@ -70,8 +70,8 @@ def why_over(
             kinds[fxn.kind_of(path) if path else "the step itself"] += int(activations[node.name])
     most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(_SHOWN))
     shares = leanest.forecast.largest
-    largest = ", ".join(f"{share.name} of {share.module} {share.size_bytes / 2**30:.3g}" for share in shares)
-    if shares and shares[0].size_bytes > budget_bytes:
+    largest = ", ".join(f"{_called(share)} {share.size_bytes / 2**30:.3g}" for share in shares)
+    if shares and shares[0].module and shares[0].size_bytes > budget_bytes:
         largest += ": no plan makes the first of them smaller, other axes of the mesh (tp) may, or a smaller module"
     total, peak = sum(activations.values()) * reserved, leanest.forecast.peak_bytes * reserved
     return (
@@ -80,3 +80,7 @@ def why_over(
         f"{budget_bytes / 2**30:.3g} that it may use; what the backward reads is {total / 2**30:.3g} of it (most: "
         f"{most}), the largest values are {largest}"
     )
+
+
+def _called(share: MemoryShare) -> str:
+    return f"{share.name} of {share.module}" if share.module else share.name

@@ -29,7 +29,8 @@ class Shortfall:
 
     ``kept_bytes`` are those of parameters and the optimizer's state, ``saved`` the values that its backward reads.
     ``reserved`` is what an allocator holds for a byte that is alive. Axes other than dp_* stay in ``ranks_per_node``.
-    Parameters are ``gathered_again`` for the backward, or all stay gathered until then.
+    Parameters are ``gathered_again`` for the backward, or all stay gathered until then. Gradients of micro-batches
+    ``add_up``, or what earlier ones would take is not counted yet.
     """
 
     captured: CapturedGraph
@@ -41,6 +42,7 @@ class Shortfall:
     budget_bytes: float
     ranks_per_node: int
     gathered_again: bool
+    add_up: bool
 
 
 class TooLargeError(InfeasiblePlanError):
@@ -95,8 +97,9 @@ def _fewer_rows(short: Shortfall, shards: int) -> Iterator[tuple[str, float]]:
     """The fewest parts that the rows of a rank are taken in, or else one row at a time."""
     rows = (global_rows(short.captured) or 0) // shards
     of_rows = _bytes_of_rows(short)
+    added_to = 0.0 if short.add_up else _gradients(short)
     for parts in (parts for parts in range(2, rows + 1) if rows % parts == 0):
-        needed = short.needed_bytes - of_rows * (1 - 1 / parts) * short.reserved
+        needed = short.needed_bytes + (added_to - of_rows * (1 - 1 / parts)) * short.reserved
         if needed <= short.budget_bytes or parts == rows:
             what = f"{rows // parts} rows per rank, not {rows}, with accumulate_grad_batches {parts} times as large"
             yield what, needed
@@ -115,14 +118,14 @@ def _bytes_of_rows(short: Shortfall) -> float:
             blocks[fxn.block_of(item.name)] += fxn.size_bytes(node.meta["val"])
     largest = max(blocks.values(), default=0)
     passing = _AT_ONCE * largest if short.gathered_again else blocks.total() + (_AT_ONCE - 1) * largest
-    gradients = _sum(stored_bytes(short.captured, short.plan, trained_only=True))
+    gradients = _gradients(short)
     peak = short.needed_bytes / short.reserved - short.kept_bytes
     return max(peak - gradients - passing, min(_saved_bytes(short), peak))
 
 
 def _more_ranks(short: Shortfall) -> Iterator[tuple[str, float]]:
     """As few times more ranks on an axis as are enough, or else the most that are looked at."""
-    stays = short.kept_bytes + _sum(stored_bytes(short.captured, short.plan, trained_only=True))
+    stays = short.kept_bytes + _gradients(short)
     yield from _times_more(short, "dp_shard", stays, _MOST_TIMES)
     for position, axis in enumerate(short.plan.axes):
         if not axis.shards_batch:
@@ -143,6 +146,12 @@ def _times_more(short: Shortfall, axis: str, shared_out: float, most: int) -> It
 def _is_cut(plan: ShardingPlan, name: str, position: int) -> bool:
     placements = plan.nodes[name].outputs[0] or ()
     return position < len(placements) and is_shard(placements[position])
+
+
+def _gradients(short: Shortfall) -> float:
+    """Of a micro-batch, and of earlier ones where they add up."""
+    copies = 2 if short.add_up else 1
+    return copies * _sum(stored_bytes(short.captured, short.plan, trained_only=True))
 
 
 def _saved_bytes(short: Shortfall) -> float:

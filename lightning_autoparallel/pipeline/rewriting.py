@@ -14,7 +14,7 @@ from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.config import AUTO, EngineConfig, policies_by_kind
 from lightning_autoparallel.contracts import (
     CapturedGraph,
-    CheckpointFunction,
+    EarlierGradients,
     PartitionedGraph,
     PassReport,
     ShardedGraph,
@@ -107,12 +107,12 @@ class StepRewriting:
         return self._rewritten()
 
     def _apply(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
-        self._is_part = captured.local
+        self._captured, self._is_part = captured, captured.local
         with self._clock("apply"):
             self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
 
     def _begin_passes(self) -> None:
-        self._prepare(self._sharded.has_backward and self._keeps_gradients())
+        self._prepare(self._earlier_gradients() if self._sharded.has_backward else "freed")
         # The last one may have it partitioned anew.
         self._ahead = self._joint[:-1] if self._sharded.has_backward else self._joint
         self._partition(self._ahead)
@@ -143,16 +143,19 @@ class StepRewriting:
         self._context.control.raise_together(error)
         return result
 
-    def _keeps_gradients(self) -> bool:
+    def _earlier_gradients(self) -> EarlierGradients:
         """All ranks reckon alike, though one of them may have a hook that looks at gradients."""
-        keeps = self._together(lambda: self._context.keeps_gradients(self._sharded.name))
-        return self._context.control.any([keeps])[0]
+        own = self._together(lambda: self._context.earlier_gradients(self._captured))
+        stay, are_kept = self._context.control.any([own != "freed", own == "kept"])
+        return "kept" if are_kept else "cleared" if stay else "freed"
 
-    def _prepare(self, keeps_gradients: bool) -> None:
+    def _prepare(self, earlier_gradients: EarlierGradients) -> None:
         config, sharded = self._context.config, self._sharded
         # Without a backward what is partitioned is the joint graph itself, which passes are at work on.
         behind = self._run_first if sharded.has_backward else None
-        self._partitioning = Partitioning(sharded, config.reshard_after_forward, self._policy, keeps_gradients, behind)
+        self._partitioning = Partitioning(
+            sharded, config.reshard_after_forward, self._context.recomputing, earlier_gradients, behind
+        )
         memory_of = self._partitioning.memory
         self._joint = joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, memory_of)
         assert self._joint[-1].name == "chunk_loss_head", "only this one asks for partitions"
@@ -168,16 +171,13 @@ class StepRewriting:
         self._reports += self._run_over(self._sharded.graph_module, self._sharded.name, passes)
         return self._partitioning.partitioned(self._warn_of_idle)
 
-    @property
-    def _policy(self) -> str | CheckpointFunction:
-        return self._context.found.policy or self._context.checkpointing
-
     def _warn_of_idle(self, message: str) -> None:
         """Of a policy that finds nothing to recompute, if a user wrote it.
 
         A part of a step need not hold every kind of block that a policy names.
         """
-        by_kind = isinstance(self._policy, str) and bool(policies_by_kind(self._policy))
+        policy = self._context.recomputing
+        by_kind = isinstance(policy, str) and bool(policies_by_kind(policy))
         is_found = by_kind and self._context.config.activation_checkpointing == AUTO
         if not (is_found or (by_kind and self._is_part)):
             self._context.warn_once(message)

@@ -16,6 +16,7 @@ from lightning_autoparallel.contracts import (
     CapturedGraph,
     CheckpointFunction,
     CompiledStep,
+    EarlierGradients,
     Explanation,
     GraphCallable,
     PartitionedGraph,
@@ -29,6 +30,7 @@ from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.compiled_once import compiling_turn
 from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
+from lightning_autoparallel.pipeline.kept_plan import policy_name
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.progress import StageClock, StageProgress, stage_clock
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
@@ -48,8 +50,8 @@ from lightning_autoparallel.torch_compat.collectives import group_place
 class StageContext:
     """What the stages need besides the step: where it runs, how, and whom to tell.
 
-    Where it ``rehearses``, steps run in a fake world too. ``keeps_gradients`` says of a step's name whether the
-    gradients of the step before are alive through its forward on this rank.
+    Where it ``rehearses``, steps run in a fake world too. ``earlier_gradients`` says of a captured step what becomes of
+    the gradients that lie on this rank as it begins.
     """
 
     mesh: ParallelMesh
@@ -60,7 +62,7 @@ class StageContext:
     told: set[str] = field(default_factory=set)
     found: FoundPlan = field(default_factory=FoundPlan)
     rehearses: bool = False
-    keeps_gradients: Callable[[str], bool] = lambda name: True
+    earlier_gradients: Callable[[CapturedGraph], EarlierGradients] = lambda captured: "cleared"
 
     @property
     def plan(self) -> PlanSpec:
@@ -69,9 +71,14 @@ class StageContext:
 
     @property
     def checkpointing(self) -> str | CheckpointFunction:
-        """What backwards recompute; ``auto`` has nothing recomputed where no plan is found."""
+        """What backwards recompute where no plan is found: for ``auto`` what that of a file does, or else nothing."""
         policy = self.config.activation_checkpointing
-        return "none" if policy == AUTO else policy
+        return (self.config.plan.recomputes or "none") if policy == AUTO else policy
+
+    @property
+    def recomputing(self) -> str | CheckpointFunction:
+        """What backwards recompute."""
+        return self.found.policy or self.checkpointing
 
     def warn_once(self, message: str) -> None:
         """Warn, unless this was said of another graph."""
@@ -142,7 +149,8 @@ def finish_step(
     _dump(artifacts, captured, partitioned, report)
     if artifacts.writes:
         spec = plan.found or context.plan
-        artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh))
+        recomputes = context.recomputing if isinstance(context.recomputing, str) else None  # a function is in no file
+        artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh, recomputes))
     # In a fake world nobody runs it, unless to rehearse, and the device may not be there.
     runs = context.mesh.backend != "fake" or context.rehearses
     with clock("compile"):
@@ -229,6 +237,7 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     spec = context.plan
     document = read_plan(spec.file) if spec.file is not None else None
     if document is not None and document["graph"] == captured.name:
+        _tell_of_recomputing(spec, context)
         return restore_plan(document, captured, spec, context.mesh)
     found = context.found.plan_of(captured, context.config.plan, context.mesh)
     if found is not None:
@@ -238,7 +247,7 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
         # What was found for all calls of modules together is told with each of them.
         return replace(plan, notes=(*plan.notes, *context.found.notes)) if captured.local else plan
     except InfeasiblePlanError as error:
-        if context.found.spec is None:
+        if context.found.spec is None and not spec.found:
             raise
         # Nobody wrote the rules: what was found for one step may not do for another.
         context.warn_once(
@@ -246,6 +255,15 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
             f"cannot with those that were cut for the training step ({error})"
         )
         return make_plan(captured, spec, context.mesh, context.warn, computes_whole=True)
+
+
+def _tell_of_recomputing(spec: PlanSpec, context: StageContext) -> None:
+    """A plan that fits a rank while it recomputes may not fit without."""
+    if spec.recomputes not in (None, "none", context.recomputing):
+        context.warn_once(
+            f"autoparallel: the plan of {spec.file} recomputes {spec.recomputes}, and this training "
+            f"{policy_name(context.recomputing)}: activation_checkpointing 'auto' takes what the file says"
+        )
 
 
 def _dump(

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import fx
 
 from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost import CostModel, HardwareSpec
+from lightning_autoparallel.cost.compute import unrated_dtypes
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text
 from lightning_autoparallel.mesh import ParallelMesh
@@ -80,7 +82,7 @@ def find_axis(
     solution = best_that_fits(all_choices := choices.problem())
     best = leaner(all_choices, solution)
     others = other_plans(choices, all_choices, best, solution.taken) if with_others else []
-    note = _note(axis, solution)
+    note = _note(axis, solution) + _taken_for(unrated_dtypes(problem.graph, costs.hardware), costs.hardware)
     return tuple(
         FoundAxis(
             choices=choices.chosen(taken) if fixed is None else fixed,
@@ -120,7 +122,7 @@ def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], f
     }
     alike = next(iter(stored.values()), {}) if len(set(map(_named, stored.values()))) == 1 else {}
     rules = [*_rules(computed, "", dict.fromkeys(planned, "R")), *_rules(stored, f"{STORED}:", alike)]
-    return PlanSpec(base=BASE, rules=(*rules, *spec.rules))
+    return PlanSpec(base=BASE, rules=(*rules, *spec.rules), found=True)
 
 
 def _cut(computed: Mapping[str, str]) -> dict[str, str]:
@@ -172,3 +174,10 @@ def _note(axis: PlanAxis, solution: Solution) -> str:
         f"at most {100 * max(gap, 0.0):.2f} % above the best; {solution.columns} columns and {solution.rows} rows, "
         f"solved in {solution.seconds:.1f} s"
     )
+
+
+def _taken_for(unrated: Sequence[torch.dtype], hardware: HardwareSpec) -> str:
+    """What was assumed of products in dtypes without a peak."""
+    pairs = [f"in {dtype} to be as fast as in {hardware.rated_dtype(dtype)}" for dtype in unrated]
+    named = ", ".join(pairs).replace("torch.", "")
+    return f"; {hardware.name} has no peak for some products: taken {named}" if named else ""

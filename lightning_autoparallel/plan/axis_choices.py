@@ -34,15 +34,19 @@ _HIDES = 0.95
 # What the last move of a block takes more than one before all of it: of two that are alike, more is computed behind the
 # earlier one that may hide it.
 _LATER = 1e-2
+# Why a value never goes from one placement to another, though something leads there.
+_LEAVES = "what leaves the step is gathered or reduced, not turned from one dim to another"
+_STAYS = "what depends on parameters only stays as they lie"
+_SUMMED_LATE = "ranks add it up behind its cast, in the wider type"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """Who wants a value, before nodes that decide alike are one: ``never`` holds placements, not their numbers."""
+    """Who wants a value, before nodes that decide alike are one: ``never`` holds placements, not numbers, and why."""
 
     reader: Class
     wants: tuple[Placement, ...]
-    never: frozenset[tuple[Placement, Placement]]
+    never: frozenset[tuple[Placement, Placement, str]]
 
 
 @dataclass
@@ -231,7 +235,7 @@ class AxisChoices:
             if parameter is not None:
                 reader, wants = self._classes[parameter], tuple(way.end for way in self.free[parameter].ways)
             producer = producer_of(node)
-            never = frozenset((s, t) for s in self._made(producer) for t in wants if not may_leave(s, t))
+            never = frozenset((s, t, _LEAVES) for s in self._made(producer) for t in wants if not may_leave(s, t))
             found[producer].append(_Reading(reader=reader, wants=tuple(wants), never=never))
         return found
 
@@ -245,15 +249,19 @@ class AxisChoices:
             for position, producer in enumerate(self._arguments(node)):
                 wants = tuple(candidate.inputs[position] for candidate in self._candidates[node])
                 never = frozenset(
-                    (s, t) for s in self._made(producer) for t in wants if not self._may_read(node, producer, s, t)
+                    (s, t, why)
+                    for s in self._made(producer)
+                    for t in wants
+                    if (why := self._why_not(node, producer, s, t)) is not None
                 )
                 found[producer].append(_Reading(reader=self._classes[node], wants=wants, never=never))
         return found
 
-    def _may_read(self, node: fx.Node, producer: Producer, made: Placement, wanted: Placement) -> bool:
+    def _why_not(self, node: fx.Node, producer: Producer, made: Placement, wanted: Placement) -> str | None:
         if producer[0] in self._derived and not parameter_may_move(producer, made, wanted, self.axis.is_batch_axis):
-            return False
-        return not (node in self.axis.reduced_late and made.is_partial() and not wanted.is_partial())
+            return _STAYS
+        is_early = node in self.axis.reduced_late and made.is_partial() and not wanted.is_partial()
+        return _SUMMED_LATE if is_early else None
 
     def _values(
         self, leaving: Mapping[Producer, list[_Reading]], numbers: Mapping[Class, int]
@@ -292,7 +300,7 @@ class AxisChoices:
                 Reader(
                     choice=numbers[reader.reader],
                     wants=tuple(number[target] for target in reader.wants),
-                    never=frozenset((number[s], number[t]) for s, t in reader.never),
+                    never={(number[s], number[t]): why for s, t, why in reader.never},
                 )
                 for reader in readers
             ),

@@ -27,12 +27,12 @@ class Choice:
 class Reader:
     """Who wants a value: for each alternative of ``choice`` the number of the placement that it wants it in.
 
-    Pairs of placements (made, wanted) in ``never`` are ruled out for this reader, whatever the move costs.
+    Pairs of placements (made, wanted) in ``never`` are ruled out for this reader, whatever the move costs: it says why.
     """
 
     choice: int
     wants: tuple[int, ...]
-    never: frozenset[tuple[int, int]] = frozenset()
+    never: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,13 @@ from lightning_autoparallel.plan.planner import joint_axes, plan_axes
 VERSION = 1
 
 
-def plan_document(captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, mesh: ParallelMesh) -> dict[str, Any]:
-    """What a plan file holds: mesh, base and rules, parameter placements, and every node's call and placements."""
+def plan_document(
+    captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, mesh: ParallelMesh, recomputes: str | None = None
+) -> dict[str, Any]:
+    """What a plan file holds: mesh, base and rules, parameter placements, and every node's call and placements.
+
+    Also whether the plan was found, and the policy of activation checkpointing by which its backward ``recomputes``.
+    """
     nodes = _nodes(captured)
     calls = [call_text(node) for node in nodes]
     return {
@@ -36,6 +41,8 @@ def plan_document(captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, m
         "mesh": mesh.sizes,
         "axes": [axis.name for axis in plan.axes],
         **spec.as_written(),
+        "found": plan.found is not None or spec.found,
+        "activation_checkpointing": recomputes,
         "parameters": {name: _texts(placements) for name, placements in plan.parameters.items()},
         "outputs": [_texts(placements) for placements in plan.outputs],
         "nodes": [_node_entry(*each, plan.nodes[each[0].name]) for each in zip(nodes, calls, strict=True)],

@@ -94,9 +94,11 @@ def _blocked(value: Value, fixed: Fixed) -> Iterator[str]:
     made = {value.made[k] for k in fixed.get(value.choice, range(len(value.made)))}
     for reader in value.readers:
         wanted = {reader.wants[k] for k in fixed.get(reader.choice, range(len(reader.wants)))}
-        pairs = [(s, t) for s in made for t in wanted if (s, t) not in reader.never]
-        if all(math.isinf(value.moves_us[s][t]) for s, t in pairs):
-            yield f"nothing leads from {_texts(value, made)} to {_texts(value, wanted)} for {value.name}"
+        pairs = [(s, t) for s in made for t in wanted]
+        if all(pair in reader.never or math.isinf(value.moves_us[pair[0]][pair[1]]) for pair in pairs):
+            reasons = dict.fromkeys(reader.never[pair] for pair in pairs if pair in reader.never)
+            why = f": {'; '.join(reasons)}" if reasons else ""
+            yield f"nothing leads from {_texts(value, made)} to {_texts(value, wanted)} for {value.name}{why}"
 
 
 def _text(size_bytes: float) -> str:

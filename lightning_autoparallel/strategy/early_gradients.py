@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_autoparallel.contracts import EarlierGradients
 from lightning_autoparallel.lightning_compat import (
     Callback,
     GradientAccumulationScheduler,
@@ -21,7 +22,7 @@ from lightning_autoparallel.lightning_compat import (
     skips_backward,
 )
 
-__all__ = ["free_gradients", "keeps_gradients", "told_of_kept"]
+__all__ = ["earlier_gradients", "free_gradients", "told_of_kept"]
 
 
 def free_gradients(trainer: Trainer) -> bool:
@@ -39,21 +40,25 @@ def free_gradients(trainer: Trainer) -> bool:
     return False
 
 
-def keeps_gradients(
-    module: LightningModule, optimizers: Sequence[Optimizer], callbacks: Sequence[Callback], name: str
-) -> bool:
-    """Whether gradients are alive through the forward of some training step that is captured whole as ``name``.
+def earlier_gradients(
+    module: LightningModule, optimizers: Sequence[Optimizer], name: str, callbacks: Sequence[Callback] | None = None
+) -> EarlierGradients:
+    """What becomes of the gradients that lie there as some training step begins that is captured as ``name``.
 
-    Those of the micro-batch before are, where several add up, and those of parameters that no optimizer clears.
+    Those of the micro-batch before are kept, where several add up. Where no optimizer clears those of some parameters,
+    all are said to be cleared: beside the backward they are not counted. ``callbacks`` are the training's, if its
+    Trainer has others.
     """
-    several = module.trainer.accumulate_grad_batches != 1 or any(
+    callbacks = module.trainer.callbacks if callbacks is None else callbacks  # type: ignore[attr-defined]
+    if module.trainer.accumulate_grad_batches != 1 or any(
         isinstance(callback, GradientAccumulationScheduler) for callback in callbacks
-    )
-    if name != "training_step" or several or _is_seen(module, optimizers, callbacks):
-        return True
+    ):
+        return "kept"
+    if name != "training_step" or _is_seen(module, optimizers, callbacks):
+        return "cleared"
     trained = sum(parameter.requires_grad for parameter in module.parameters())
     held = {id(parameter) for parameter in _held(optimizers) if parameter.requires_grad}
-    return len(held) < trained
+    return "cleared" if len(held) < trained else "freed"
 
 
 def told_of_kept(module: LightningModule) -> str | None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_autoparallel.config import AUTO, MeshSpec
-from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.contracts import CapturedGraph, EarlierGradients, PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.cost.detect import detected_hardware
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.optimizer_memory import OptimizerProbe
+from lightning_autoparallel.pipeline.predict import global_rows
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.summary import with_inference, with_optimizer_bytes
-from lightning_autoparallel.strategy.early_gradients import keeps_gradients
+from lightning_autoparallel.strategy.early_gradients import earlier_gradients
 from lightning_autoparallel.strategy.mesh_search import meshes, other_splits
 from lightning_autoparallel.strategy.one_rank import OneRankStrategy
 from lightning_autoparallel.strategy.planned_device import CPU, PlannedDevice, lying_on
@@ -35,7 +35,7 @@ class PlanningStrategy(OneRankStrategy):
 
     Args:
         world_size: ranks of the fake world.
-        ranks_per_node: ranks of one node.
+        ranks_per_node: ranks of one node; None stands for those that the rates of ``hardware`` were measured with.
         inference: plan the validation step too.
         mesh: axis sizes, or ``"auto"``: meshes that the ranks can form are tried.
         global_batch_size: rows of one optimizer step, which meshes that are tried must get to by whole micro-batches.
@@ -52,7 +52,7 @@ class PlanningStrategy(OneRankStrategy):
         self,
         *,
         world_size: int,
-        ranks_per_node: int = 8,
+        ranks_per_node: int | None = None,
         inference: bool = False,
         mesh: dict[str, int] | str | None = None,
         global_batch_size: int | None = None,
@@ -70,8 +70,7 @@ class PlanningStrategy(OneRankStrategy):
         self.planned_for = PlannedDevice(device)
         if self.planned_for.is_missing and self.config.hardware is None:
             self.predict_for(detected_hardware(device).name)  # asked now: later there seems to be a GPU
-        self.candidates = meshes(self.config.plan, world_size, ranks_per_node) if searches else ()
-        self.others_like = partial(other_splits, self.config.plan, ranks_per_node)
+        self._searches = searches
         self.global_batch_size = _checked_rows(global_batch_size, searches)
         self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any
         self.left_out: Sequence[Callback] = ()  # of the training's callbacks
@@ -80,10 +79,29 @@ class PlanningStrategy(OneRankStrategy):
         self._probe_error: str | None = None
         self.report: PlanReport | None = None
 
+    @property
+    def candidates(self) -> tuple[MeshSpec, ...]:
+        """Meshes to try; none where one was given."""
+        return meshes(self.config.plan, self._world_size, self.ranks_per_node) if self._searches else ()
+
+    def others_like(self, best: MeshSpec) -> tuple[MeshSpec, ...]:
+        """More meshes to try, once the best of the candidates is known."""
+        return other_splits(self.config.plan, self.ranks_per_node, best)
+
     def plan_for(self, spec: MeshSpec) -> None:
         """The next fit plans on this mesh."""
         self.spec, self.report = spec, None
         self._engine = self._steps = self._mesh = None  # those of another mesh
+
+    @contextlib.contextmanager
+    def dumping_nothing(self) -> Iterator[None]:
+        """Inside, what is planned leaves no files: several meshes would leave theirs in one folder."""
+        config = self.config
+        self.config = dataclasses.replace(config, dump_dir=None)
+        try:
+            yield
+        finally:
+            self.config = config
 
     def explain(self, pattern: str) -> None:
         """Have the report say why parameters and calls that the glob matches are placed as they are."""
@@ -103,8 +121,11 @@ class PlanningStrategy(OneRankStrategy):
         assert self.lightning_module is not None
         return lying_on(self.planned_for.device, self.lightning_module)
 
-    def _keeps_gradients(self, module: LightningModule, name: str) -> bool:
-        return keeps_gradients(module, self.optimizers, self.left_out, name)
+    def _earlier_gradients(self, module: LightningModule, captured: CapturedGraph) -> EarlierGradients:
+        at_once = global_rows(captured)
+        if self.global_batch_size is not None and at_once is not None and at_once < self.global_batch_size:
+            return "kept"  # it takes several micro-batches to get there
+        return earlier_gradients(module, self.optimizers, captured.name, self.left_out)
 
     def _progress_of(self, module: LightningModule) -> StageProgress:
         return self.progress

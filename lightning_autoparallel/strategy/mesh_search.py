@@ -71,6 +71,7 @@ def search(
     global_batch_size: int | None,
     budget_gib: float | None,
     others_like: Callable[[MeshSpec], Sequence[MeshSpec]] = lambda mesh: (),
+    accumulation: int = 1,
 ) -> PlanReport:
     """The report of the mesh predicted to take least time per sample of those that fit, with all meshes ranked.
 
@@ -78,6 +79,7 @@ def search(
         candidates: the meshes to try.
         plan_on: plans the step on one of them.
         others_like: more meshes to try, like the best of the candidates.
+        accumulation: micro-batches of one optimizer step, where no global batch size says how many.
         global_batch_size: rows of one optimizer step; a mesh must get there by whole micro-batches.
         budget_gib: what a rank may use; nine tenths of the device's memory if None.
 
@@ -97,7 +99,7 @@ def search(
             trials.append(MeshTrial(mesh=dict(mesh.axes), fits=False, why_not=str(error)))
             return
         reports[mesh] = report
-        trials.append(_trial(mesh, report, global_batch_size, budget_gib))
+        trials.append(_trial(mesh, report, global_batch_size, budget_gib, accumulation))
 
     for mesh in candidates:
         try_on(mesh)
@@ -117,7 +119,9 @@ def _ranked(trials: Sequence[MeshTrial]) -> list[MeshTrial]:
     return sorted(trials, key=lambda one: (not one.fits, one.us_per_sample or math.inf))
 
 
-def _trial(mesh: MeshSpec, report: PlanReport, global_batch_size: int | None, budget_gib: float | None) -> MeshTrial:
+def _trial(
+    mesh: MeshSpec, report: PlanReport, global_batch_size: int | None, budget_gib: float | None, accumulation: int
+) -> MeshTrial:
     """One mesh, from its report.
 
     Raises:
@@ -129,19 +133,22 @@ def _trial(mesh: MeshSpec, report: PlanReport, global_batch_size: int | None, bu
             f"mesh 'auto' ranks meshes by predicted time per sample, but {unknown} not known: "
             f"{'; '.join(report.notes) or 'no dim of the batch is marked as rows'}; name a mesh instead"
         )
-    accumulation = 1 if global_batch_size is None else global_batch_size // report.samples
+    if global_batch_size is not None:
+        accumulation = max(1, global_batch_size // report.samples)
+    once_us = report.update_us
+    host_us = 0.0 if report.around_us is None else report.around_us - once_us
     taken = _taken_bytes(report)
     reasons = _reasons(report, taken, global_batch_size, budget_gib)
     return MeshTrial(
         mesh=dict(mesh.axes),
         fits=not reasons,
         why_not="; ".join(reasons) or None,
-        us_per_sample=report.step_time_us / report.samples,
+        us_per_sample=(report.step_time_us + host_us + once_us / accumulation) / report.samples,
         step_time_us=report.step_time_us,
         exposed_us=sum(report.predictions[name].exposed_us for name in report.step_graphs),
         taken_bytes=taken,
         samples=report.samples,
-        accumulation=max(1, accumulation),
+        accumulation=accumulation,
     )
 
 

@@ -26,19 +26,26 @@ class OneRankStrategy(AutoParallelStrategy):
 
     Args:
         world_size: ranks of the fake world.
-        ranks_per_node: ranks of one node.
+        ranks_per_node: ranks of one node; None stands for those that the rates of ``hardware`` were measured with.
         options: arguments of AutoParallelStrategy.
 
     Raises:
         ConfigError: an argument is wrong, or the mesh does not fit ``world_size``.
     """
 
-    def __init__(self, *, world_size: int, ranks_per_node: int = 8, **options: Any) -> None:
+    def __init__(self, *, world_size: int, ranks_per_node: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.config = dataclasses.replace(self.config, ranks_per_node=ranks_per_node)
-        self._nodes = _count_nodes(world_size, ranks_per_node)
+        self._world_size, self._ranks_per_node = world_size, ranks_per_node
+        is_known = ranks_per_node is not None or self.config.hardware is not None  # hardware may be told later
+        _count_nodes(world_size, self.ranks_per_node if is_known else 1)
         self.spec = _fitted(self.spec, world_size)
-        self._world_size = world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of one node of the fake world."""
+        if self._ranks_per_node is not None:
+            return self._ranks_per_node
+        return hardware_from("h100" if self.config.hardware is None else self.config.hardware).ranks_per_node
 
     def predict_for(self, hardware: str | Mapping[str, Any]) -> None:
         """Predict times for this hardware, whatever the strategy's arguments say.
@@ -59,6 +66,7 @@ class OneRankStrategy(AutoParallelStrategy):
 
     def setup_environment(self) -> None:
         """Make the fake world and its mesh."""
+        self.config = dataclasses.replace(self.config, ranks_per_node=self.ranks_per_node)
         init_fake_world(self._world_size)
         self._mesh = build_mesh(self.spec, self.root_device.type)
         self._control = ControlGroup(self.timeout)
@@ -72,7 +80,7 @@ class OneRankStrategy(AutoParallelStrategy):
         """
         _check_first(self.cluster_environment)
         super().set_world_ranks()
-        self.num_nodes = self._nodes
+        self.num_nodes = _count_nodes(self._world_size, self.ranks_per_node)
         assert self.cluster_environment is not None
         self.cluster_environment.set_world_size(self._world_size)
 
@@ -134,6 +142,7 @@ def _count_nodes(world_size: int, ranks_per_node: int) -> int:
         raise ConfigError(f"world_size={world_size} and ranks_per_node={ranks_per_node} must both be at least 1")
     if world_size > ranks_per_node and world_size % ranks_per_node:
         raise ConfigError(
-            f"world_size={world_size} does not fill nodes of ranks_per_node={ranks_per_node}: make it a multiple"
+            f"world_size={world_size} does not fill nodes of ranks_per_node={ranks_per_node}: make it a multiple, or "
+            "give other ranks_per_node"
         )
     return max(1, world_size // ranks_per_node)

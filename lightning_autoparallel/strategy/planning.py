@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_autoparallel.config import MeshSpec
@@ -55,8 +56,10 @@ def planning_trainer(
     given = options.get("callbacks") or ()
     strategy.left_out = [given] if isinstance(given, Callback) else list(given)
     strategy.progress = planning_progress(options)
-    of_device = strategy.planned_for.precision_options(options)
-    return trainer_class(**{**options, **_REPLACED, **of_device, "strategy": strategy})
+    replaced = {**_REPLACED, **strategy.planned_for.precision_options(options)}
+    if strategy.global_batch_size is not None:  # so many micro-batches are taken as get there
+        replaced["accumulate_grad_batches"] = 1
+    return trainer_class(**{**options, **replaced, "strategy": strategy})
 
 
 def run_planning(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> PlanReport:
@@ -86,7 +89,19 @@ def run_planning(trainer: Trainer, module: LightningModule, datamodule: Lightnin
             return found
 
         budget_gib = strategy.config.memory_budget_gib
-        return search(strategy.candidates, plan_on, strategy.global_batch_size, budget_gib, others_like)
+        with strategy.dumping_nothing():
+            found = search(
+                strategy.candidates,
+                plan_on,
+                strategy.global_batch_size,
+                budget_gib,
+                others_like,
+                trainer.accumulate_grad_batches,
+            )
+    if strategy.config.dump_dir is None:
+        return found
+    strategy.plan_for(MeshSpec.from_mapping(found.meshes[0].mesh))
+    return replace(_plan_once(trainer, strategy, module, datamodule), meshes=found.meshes)
 
 
 def _plan_once(
@@ -109,7 +124,7 @@ def plan(
     plan: str | Mapping[str, Any] = "auto",
     *,
     world_size: int,
-    ranks_per_node: int = 8,
+    ranks_per_node: int | None = None,
     precision: Any = "32-true",
     inference: bool = False,
     reshard_after_forward: bool = True,
@@ -121,6 +136,7 @@ def plan(
     decompose_matmuls: str | dict[str, Any] = "auto",
     memory_budget_gib: float | None = None,
     loss_chunks: int | Literal["auto"] = "auto",
+    accumulate_grad_batches: int = 1,
     global_batch_size: int | None = None,
     device: str = CPU,
 ) -> PlanReport:
@@ -137,7 +153,7 @@ def plan(
             per sample of those that fit a rank's memory.
         plan: as AutoParallelStrategy takes it.
         world_size: ranks of the fake world.
-        ranks_per_node: ranks of one node.
+        ranks_per_node: ranks of one node; those that the rates of ``hardware`` were measured with unless given.
         precision: as the Trainer takes it.
         inference: plan ``validation_step`` for the same batch too.
         reshard_after_forward: as AutoParallelStrategy takes it, like the arguments after it.
@@ -148,6 +164,7 @@ def plan(
         decompose_matmuls: as AutoParallelStrategy takes it.
         memory_budget_gib: what plan ``"auto"`` may use on a rank, and meshes that are tried.
         loss_chunks: as AutoParallelStrategy takes it.
+        accumulate_grad_batches: as the Trainer takes it: the gradients of earlier micro-batches take memory too.
         global_batch_size: rows of one optimizer step, to which a mesh that is tried must get by whole micro-batches.
         device: what the step is captured for: ``"cuda"`` has it call CUDA's kernels, also where there is no GPU
             (``PlannedDevice`` says how).
@@ -174,7 +191,8 @@ def plan(
         global_batch_size=global_batch_size,
         device=device,
     )
-    trainer = planning_trainer(strategy, {"precision": precision, "max_epochs": 1}, Trainer)
+    options = {"precision": precision, "max_epochs": 1, "accumulate_grad_batches": accumulate_grad_batches}
+    trainer = planning_trainer(strategy, options, Trainer)
     return run_planning(trainer, module, _OneBatch(batch))
 
 

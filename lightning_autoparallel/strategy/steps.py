@@ -195,7 +195,7 @@ class LightningSteps:
         call = dataclasses.replace(self._call(name, args), common=rows.common)
         ready = self._engine.ready(call, args[0], counters)  # nothing has run where this raises
         if name == "training_step":
-            stay = free_gradients(self._trainer) and not ready.variant.step.partitioned.keeps_gradients
+            stay = free_gradients(self._trainer) and ready.variant.step.partitioned.earlier_gradients == "freed"
             told = told_of_kept(self._module) if stay else None
             if told is not None:
                 self._notice(told)

@@ -19,7 +19,7 @@ from lightning_autoparallel.apply import rebind, shared_state, whole_state
 from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, state_bytes
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
-from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, EarlierGradients, PlanReport
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.lightning_compat import (
     A_TRAINER,
@@ -40,7 +40,7 @@ from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.updates_at_once import updating
 from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
-from lightning_autoparallel.strategy.early_gradients import keeps_gradients
+from lightning_autoparallel.strategy.early_gradients import earlier_gradients
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
@@ -76,7 +76,7 @@ class AutoParallelStrategy(SavingStrategy):
             ``"encoder.*=full, decoder.*=none"`` gives kinds of them their own. A function is given a ``NodeInfo`` for
             each operator and returns ``"save"``, ``"recompute"``, or ``"prefer_recompute"``: save only what code
             outside the block reads. Regions of ``torch.utils.checkpoint`` in the model stay as they are. ``"auto"``
-            recomputes as little as has plan ``"auto"`` fit the memory of a rank, of each kind of block by itself.
+            recomputes the least with which plan ``"auto"`` fits a rank, by kind of block, or what a plan's file says.
         compile: lower the graphs with Inductor; otherwise interpret them as they are.
         max_captures: how many kinds of batches and branches of a step are captured before it runs in forward mode, or,
             where ``capture="step"`` asks for whole steps only, is captured from the start again.
@@ -279,7 +279,7 @@ class AutoParallelStrategy(SavingStrategy):
             warn=rank_zero_warn,
             progress=self._progress_of(module),
             rehearses=self.rehearses,
-            keeps_gradients=partial(self._keeps_gradients, module),
+            earlier_gradients=partial(self._earlier_gradients, module),
         )
         seed = self._control.gather(torch.initial_seed())[0]
         self._engine = StepEngine(
@@ -289,8 +289,8 @@ class AutoParallelStrategy(SavingStrategy):
         self._place_parameters(self._engine)
         return self._engine
 
-    def _keeps_gradients(self, module: LightningModule, name: str) -> bool:
-        return keeps_gradients(module, self.optimizers, module.trainer.callbacks, name)  # type: ignore[attr-defined]
+    def _earlier_gradients(self, module: LightningModule, captured: CapturedGraph) -> EarlierGradients:
+        return earlier_gradients(module, self.optimizers, captured.name)
 
     def _progress_of(self, module: LightningModule) -> StageProgress:
         return training_progress(lambda: module.trainer)

@@ -51,14 +51,14 @@ class Found(Net):
         return nn.functional.cross_entropy(self.head(self.layers(self.net(x)).mean(1)), y)
 
 
-def find(mesh: Mapping[str, int], folder: Path) -> PlanSpec:
+def find(mesh: Mapping[str, int], folder: Path, kind: type[Net] = Found) -> PlanSpec:
     """Plan for a world of as many ranks, and read what was written."""
     size = math.prod(mesh.values())
     strategy = PlanningStrategy(
         world_size=size, mesh=dict(mesh), plan="auto", hardware=dict(SLOW_MEMORY), dump_dir=str(folder)
     )
     torch.manual_seed(0)
-    module = Found()
+    module = kind()
     shards = size // mesh["tp"]
     module.train_dataloader = lambda: module.loader(0, shards)  # type: ignore[method-assign]
     run_planning(planning_trainer(strategy, {"max_epochs": 1}, Trainer), module, None)
@@ -135,6 +135,22 @@ def test_names_of_one_kind_within_another_and_steps_that_compute_otherwise(world
     assert_equals_one_device(worlds(2).run(train, Around, mesh, 2), train(Around, None))
 
 
+def fit_around(mesh: Mapping[str, int], plan: str) -> Any:
+    class Planned(Around):
+        strategy: ClassVar[Mapping[str, Any]] = {**Around.strategy, "plan": plan}
+
+    return train(Planned, mesh, 2)
+
+
+def test_what_a_file_says_was_found_binds_no_other_step(worlds: Worlds, tmp_path: Path) -> None:
+    mesh = {"tp": 2}
+    spec = find(mesh, tmp_path, Around)
+    assert spec.found and any(text != "R" for rule in spec.rules for _, text in rule.placements)
+    ranks = worlds(2).run(fit_around, mesh, spec.file)
+    assert_equals_one_device(ranks, train(Around, None))
+    assert ranks[0].said("validation_step computes with whole parameters") == 1
+
+
 def evaluate_what_is_left() -> tuple[float, float]:
     """A value of one device's, and that of a strategy which is given shards that another has left."""
 
@@ -156,6 +172,27 @@ def evaluate_what_is_left() -> tuple[float, float]:
 def test_shards_that_another_strategy_has_left_are_moved(worlds: Worlds) -> None:
     for expected, found in worlds(2).run(evaluate_what_is_left):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Spectral(Found):
+    """Multiplies complex matrices, of which no hardware's peak is known."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "hardware": dict(SLOW_MEMORY)}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        up, down = (each.weight.to(torch.complex64) for each in (self.layers[0].up, self.layers[0].down))
+        return super().loss(batch) + (down @ up).abs().mean()
+
+    def on_train_end(self) -> None:
+        reports = getattr(self.trainer.strategy, "reports", {})
+        warnings.warn("; ".join(note for report in reports.values() for note in report.notes), stacklevel=1)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=lambda mesh: "x".join(mesh))
+def test_products_without_a_known_peak_are_planned_all_the_same(mesh: Mapping[str, int], worlds: Worlds) -> None:
+    ranks = worlds(2).run(train, Spectral, mesh, 2)
+    assert_equals_one_device(ranks, train(Spectral, None))
+    assert ranks[0].said("no peak for some products: taken in complex64 to be as fast as in float32") == 1
 
 
 class HoldsMemory(Found):

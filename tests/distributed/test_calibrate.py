@@ -11,6 +11,7 @@ import pytest
 
 from lightning_autoparallel.cli.calibrate.ranks import running_ranks
 from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.cost.detect import memory_of
 from lightning_autoparallel.cost.links import COLLECTIVES
 from lightning_autoparallel.errors import AutoParallelError
 
@@ -35,6 +36,7 @@ def test_rates_are_written_and_read(launcher: tuple[str, ...], tmp_path: Path):
     assert "all_gather over dp_shard" in done.stdout and f"--strategy.hardware {output}" in done.stdout
     found = hardware_from(output)
     assert (found.name, found.backend, found.ranks_per_node) == ("cpu measured on 2 ranks", "gloo", 2)
+    assert found.memory_bytes == memory_of("cpu") // 2, "two ranks share a host's"
     assert set(found.intra_node.kinds) == set(COLLECTIVES) and set(found.peak_tflops) == {"float32"}
 
 

@@ -14,20 +14,21 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
+from lightning_autoparallel.contracts import CapturedGraph, EarlierGradients
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
 from tests.distributed.jobs import MESH, Net, failure, train
 from tests.support.worlds import Worlds
 
-LAST = "the last step's gradients"
+LAST, EARLIER = "the last step's gradients", "earlier micro-batches' gradients"
 
 
 class Plain(Net):
     """Four batches, each a step; says behind which forwards a gradient was there, and what was predicted."""
 
     kept = (False,) * 4
-    predicted = False
+    predicted: tuple[str | None, str | None] = (None, None)  # beside the forward and the backward
     told = False
 
     def __init__(self) -> None:
@@ -36,15 +37,16 @@ class Plain(Net):
 
     def extra(self) -> Any:
         report = getattr(self.trainer.strategy, "reports", {}).get("training_step")
-        at_peak = report.predictions["forward"].at_peak if report is not None else ()
-        return tuple(self.found), any(share.name == LAST for share in at_peak)
+        halves = () if report is None else (report.predictions["forward"], report.predictions["backward"])
+        beside = [{share.name for share in half.at_peak} & {LAST, EARLIER} for half in halves]
+        return tuple(self.found), tuple(names.pop() if names else None for names in beside)
 
 
 class Scheduled(Plain):
     """Two micro-batches add up from the first epoch on."""
 
     kept = (False, True) * 2
-    predicted = True
+    predicted = (EARLIER, EARLIER)
 
     def callbacks(self) -> list[Callback]:
         return [GradientAccumulationScheduler({0: 2})]
@@ -52,13 +54,13 @@ class Scheduled(Plain):
 
 class Accumulates(Plain):
     kept = (False, True) * 2
-    predicted = True
+    predicted = (EARLIER, EARLIER)
     trainer_options: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2}
 
 
 class HasCallback(Plain):
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def callbacks(self) -> list[Callback]:
         return [LambdaCallback(on_before_zero_grad=lambda trainer, module, optimizer: None)]
@@ -66,7 +68,7 @@ class HasCallback(Plain):
 
 class HasHook(Plain):
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def on_before_zero_grad(self, optimizer):
         """Looks at what is about to be cleared."""
@@ -76,7 +78,7 @@ class ClearsByItself(Plain):
     """Every second step adds to the gradients of the first."""
 
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if batch_idx % 2 == 0:
@@ -93,7 +95,7 @@ class Halving(torch.optim.SGD):
 
 class OwnOptimizer(Plain):
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def configure_optimizers(self):
         return Halving(self.parameters(), lr=0.1)
@@ -103,7 +105,7 @@ class Patched(Plain):
     """Its optimizer clears in a way of its own, unlike others of its kind."""
 
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -123,7 +125,7 @@ class Wrapper:
 
 class Wrapped(Plain):
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def configure_optimizers(self):
         return Wrapper(super().configure_optimizers())
@@ -133,7 +135,7 @@ class OneRankLooks(Plain):
     """A hook of rank 0 alone: all ranks predict alike."""
 
     kept = (False, True, True, True)
-    predicted = True
+    predicted = (LAST, None)
 
     def callbacks(self) -> list[Callback]:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -143,7 +145,7 @@ class OneRankLooks(Plain):
 class HeadOnly(Plain):
     """Gradients of what no optimizer holds add up from the first step on."""
 
-    predicted = True
+    predicted = (LAST, None)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
@@ -156,7 +158,7 @@ class Forward(Plain):
     strategy: ClassVar[dict[str, Any]] = {"capture": "forward"}
 
     def extra(self) -> Any:
-        return tuple(self.found), False
+        return tuple(self.found), (None, None)
 
 
 class Averages(Plain):
@@ -226,12 +228,12 @@ class WholeOnly(Plain):
 def cannot_tell_on_rank_1() -> str:
     """The error of a training one of whose ranks cannot say what looks at its gradients."""
 
-    def answer(strategy: AutoParallelStrategy, module: Plain, name: str) -> bool:
+    def answer(strategy: AutoParallelStrategy, module: Plain, captured: CapturedGraph) -> EarlierGradients:
         if dist.get_rank() == 1:
             raise ConfigError("rank 1 cannot tell")
-        return False
+        return "freed"
 
-    with mock.patch.object(AutoParallelStrategy, "_keeps_gradients", answer):
+    with mock.patch.object(AutoParallelStrategy, "_earlier_gradients", answer):
         return failure(WholeOnly)[0]
 
 

@@ -24,13 +24,14 @@ from lightning_autoparallel.cli.calibrate.step_times import step_samples
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.cost.detect import detected_hardware, memory_of
+from lightning_autoparallel.cost.hardware import MEASURABLE
 from lightning_autoparallel.errors import ConfigError
 
 CALIBRATE = "calibrate"
 CALIBRATE_HELP = "Measure this machine's rates, which predictions take with `--strategy.hardware FILE`."
 _PROGRAM = "lightning_autoparallel.cli.main"
 _MESH_HINT = 'give axes and sizes, as in {"dp_shard": 2}'
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in MEASURABLE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,9 @@ def run_calibrate(args: Sequence[str]) -> None:
 def _rates(samples: Samples, device_type: str, local: int) -> dict[str, Any]:
     base = detected_hardware(device_type).name
     name = f"{base} measured on {dist.get_world_size()} ranks"
-    return rates_of(samples, base=base, name=name, memory_bytes=memory_of(device_type), ranks_per_node=local)
+    sharing = local if device_type == "cpu" else 1  # a host's memory is that of all its ranks
+    memory_bytes = memory_of(device_type) // sharing
+    return rates_of(samples, base=base, name=name, memory_bytes=memory_bytes, ranks_per_node=local)
 
 
 def _agreed(rates: dict[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ _UNKNOWN = "-"
 def rehearsal_table(
     measured: Rehearsed, report: PlanReport, world_size: int, is_this_device: bool, micro_batches: int = 1
 ) -> Table:
-    """Memory and times of one rank. Times are compared where they are predicted for the device that ran.
+    """Memory and times of one rank, whose optimizer steps by the gradients of so many ``micro_batches``.
 
-    Of ``micro_batches`` that add up no peak is predicted.
+    Times are compared where they are predicted for the device that ran.
     """
     mesh = ", ".join(f"{axis}: {size}" for axis, size in report.mesh.items())
     hardware = report.hardware.get("name", "nothing known")
@@ -37,7 +37,7 @@ def rehearsal_table(
         ("",),
         ("measured", f"predicted for {hardware}", "measured / predicted"),
     )
-    peak = predicted_peak_bytes(measured, report, micro_batches)
+    peak = predicted_peak_bytes(measured, report)
     _bytes_row(table, "parameters", measured.parameters_bytes, report.parameters_bytes)
     _bytes_row(table, "optimizer's state", measured.optimizer_bytes, None)
     _bytes_row(table, "peak memory", measured.peak_bytes, peak)
@@ -52,10 +52,8 @@ def rehearsal_table(
     return table
 
 
-def predicted_peak_bytes(measured: Rehearsed, report: PlanReport, micro_batches: int = 1) -> int | None:
-    """Predicted bytes alive at most, with the state that the optimizer keeps; None where gradients add up."""
-    if micro_batches > 1:
-        return None
+def predicted_peak_bytes(measured: Rehearsed, report: PlanReport) -> int | None:
+    """Predicted bytes alive at most, with the state that the optimizer keeps."""
     return replace(report, optimizer_bytes=measured.optimizer_bytes).training_peak_bytes
 
 
@@ -87,7 +85,7 @@ def as_json(measured: Rehearsed, report: PlanReport, world_size: int, micro_batc
         },
         "predicted": {
             "parameters_bytes": report.parameters_bytes,
-            "peak_bytes": predicted_peak_bytes(measured, report, micro_batches),
+            "peak_bytes": predicted_peak_bytes(measured, report),
             "computing_ms": None if computing is None else computing / 1e3,
             "exposed_ms": None if exposed is None else exposed / 1e3,
         },

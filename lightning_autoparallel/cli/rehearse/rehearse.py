@@ -91,7 +91,12 @@ def _is_here(hardware: Mapping[str, Any], device_type: str) -> bool:
 def add_rehearse_arguments(parser: LightningArgumentParser) -> list[str]:
     """Add the arguments of ``rehearse`` and return their names in the parsed configuration."""
     parser.add_argument("--world-size", type=int, required=True, help="Ranks of the job.")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="Ranks of one node.")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int | None,
+        default=None,
+        help="Ranks of one node; those that the hardware's rates were measured with unless given.",
+    )
     parser.add_argument("--warmup", type=int, default=2, help="Steps that are not timed, at first.")
     parser.add_argument("--steps", type=int, default=5, help="Steps that are timed.")
     parser.add_argument("--output", type=str | None, default=None, help="Write the figures to this JSON file.")

@@ -63,6 +63,7 @@ def test_equal_layers_are_one_line() -> None:
 def test_costs_are_this_other_and_their_difference() -> None:
     assert list(cost_rows(figures_of(REPORT), figures_of(other()))) == [
         ("step", "30.0 us", "28.5 us", "+1.5 us"),
+        ("step, for each row of its batch", "unknown", "unknown", "unknown"),
         ("computing", "15.0 us", "15.0 us", "0.0 us"),
         ("exposed communication", "3.0 us", "6.0 us", "-3.0 us"),
         ("collectives on dp_shard", "3", "1", "+2"),
@@ -74,6 +75,16 @@ def test_costs_are_this_other_and_their_difference() -> None:
         ("optimizer", "unknown", "7 B", "unknown"),
         ("peak, with parameters and optimizer", "4.0 KiB", "4.0 KiB", "0 B"),
     ]
+
+
+def test_steps_of_more_rows_are_compared_by_row() -> None:
+    half = {**other(), "samples": 16}
+    this, that = figures_of({**REPORT, "samples": 32}), figures_of(half)
+    rows = {row[0]: row[1:] for row in cost_rows(this, that)}
+    assert rows["step"] == ("30.0 us", "28.5 us", "+1.5 us")
+    assert rows["step, for each row of its batch"] == ("0.9 us", "1.8 us", "-0.8 us")
+    caption = str(comparison_tables(this, that)[-1].caption)
+    assert "h100, 32 rows a step" in caption and "h100, 16 rows a step" in caption
 
 
 def module(path: str, saved: int, launches: int, graph: str = "forward") -> dict[str, Any]:

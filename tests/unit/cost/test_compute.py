@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
+from lightning_autoparallel.cost.compute import graph_times_us, node_time_us, share_time_us, unrated_dtypes
 from lightning_autoparallel.cost.flops import node_flops, operator_flops
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from tests.unit.cost._graphs import ROUND, Builder, aten
@@ -60,6 +60,27 @@ def test_the_peak_is_that_of_the_operands():
     none = replace(ROUND, peak_tflops={"float32": 1.0})
     with pytest.raises(ConfigError, match="no peak for matrix products in bfloat16"):
         node_time_us(product, none)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "taken_for"),
+    [
+        ({"float32": 2.0, "bfloat16": 4.0, "float16": 1.0}, torch.bfloat16),
+        ({"float32": 2.0, "float16": 1.0}, torch.float32),
+        ({"float16": 1.0, "int8": 2.0}, torch.float16),
+    ],
+)
+def test_plans_compare_products_without_a_peak_as_if_they_were_of_a_dtype_that_has_one(peaks, taken_for):
+    hardware = replace(ROUND, peak_tflops=peaks, memory_gb_per_s=1e6)
+    times = []
+    for dtype in (torch.bfloat16, taken_for):
+        build = Builder()
+        product = build.call(aten.mm.default, *(build.input(1024, 1024, dtype=dtype) for _ in range(2)))
+        graph = build.output(product)
+        times.append(share_time_us(product, "kernel", 8.0, 0.5, hardware))
+        unrated = [torch.bfloat16] if dtype == torch.bfloat16 != taken_for else []
+        assert unrated_dtypes(graph, hardware) == unrated
+    assert times[0] == times[1] == pytest.approx(1024**3 / (peaks[str(taken_for)[6:]] * 0.5 * 1e6))
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])

@@ -82,3 +82,12 @@ def test_what_cannot_be_is_refused(given, message):
 def test_an_unknown_peak_is_an_error():
     with pytest.raises(ConfigError, match="no peak for matrix products in complex64"):
         hardware_named("h100").peak_of(torch.complex64)
+    measured = hardware_from({"base": "cpu", "is_measured": True, "peak_tflops": {"float32": 0.1}})
+    with pytest.raises(ConfigError, match=r"in float16: write one .* or measure it: `calibrate --dtypes` with float1"):
+        measured.peak_of(torch.float16)
+    with pytest.raises(ConfigError, match=r"in complex64: write one into its file of rates, under peak_tflops; known"):
+        measured.peak_of(torch.complex64)
+    with pytest.raises(ConfigError, match="no peak for matrix products in float32"):
+        hardware_from({"base": "cpu", "is_measured": True}).rated_dtype(torch.float32)
+    named = hardware_from({"base": "cpu", "is_measured": True, "peak_tflops": {"tf32": 0.1, "float16": 0.2}})
+    assert named.rated_dtype(torch.float32) == torch.float16, "the other is no dtype of torch's"

@@ -251,7 +251,7 @@ def test_what_forward_and_backward_share_is_counted_once():
     assert [size // ROW for size in memory.forward.live_bytes] == [10, 10, 14, 14, 14]
     assert memory.backward is not None
     assert [size // ROW for size in memory.backward.live_bytes] == [10, 10, 10, 18, 18]  # x 2, out 4, t 4, grad 8
-    freed = predict_step_memory(replace(partitioned, keeps_gradients=False), allocation_bytes=32)
+    freed = predict_step_memory(replace(partitioned, earlier_gradients="freed"), allocation_bytes=32)
     assert [size // ROW for size in freed.forward.live_bytes] == [2, 2, 6, 6, 6]
     assert freed.backward == memory.backward
     assert [(one.name, one.kind) for one in memory.backward.contributors] == [

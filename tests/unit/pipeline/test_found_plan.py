@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +104,52 @@ def test_as_little_is_recomputed_as_fits() -> None:
         assert report.training_peak_bytes is not None and report.training_peak_bytes <= budget * GIB
         policies += [note.rpartition(" ")[2] for note in said(report)] or ["none"]
     assert policies == ["none", "layer:2"], "selective keeps of a perceptron what full does"
+
+
+def test_gradients_that_add_up_take_room() -> None:
+    """Those of earlier micro-batches, a copy more: where memory was just enough for one, more is shared out."""
+    roomy = found(80.0, rows=64)
+    assert roomy.training_peak_bytes is not None
+    budget = roomy.training_peak_bytes * 1.01 / GIB
+    one, several = found(budget, rows=64), found(budget, rows=64, accumulate_grad_batches=4)
+    assert one.parameters_bytes == roomy.parameters_bytes > several.parameters_bytes
+    assert several.training_peak_bytes is not None and several.training_peak_bytes <= budget * GIB
+    alike = [found(80.0, rows=64, plan="fsdp", accumulate_grad_batches=count) for count in (1, 4)]
+    peaks = [report.predictions["backward"].peak_memory_bytes for report in alike]
+    assert peaks[1] - peaks[0] == alike[0].gradients_bytes
+
+
+def test_a_file_has_what_its_plan_recomputes(tmp_path: Path) -> None:
+    """``auto`` takes it from there; whoever recomputes otherwise is told."""
+    planned = found(0.9, activation_checkpointing="auto", dump_dir=str(tmp_path))
+    (policy,) = [note.rpartition(" ")[2] for note in said(planned)]
+    given: dict[str, Any] = {"plan": str(tmp_path / "training_step" / "plan.json")}
+    again = found(0.9, activation_checkpointing="auto", **given)
+    assert policy != "none" and again.saved_bytes == planned.saved_bytes
+    assert again.training_peak_bytes == planned.training_peak_bytes
+    with pytest.warns(UserWarning, match=rf"recomputes {policy}, and this training none: .* 'auto' takes"):
+        without = found(0.9, **given)
+    assert without.saved_bytes > planned.saved_bytes
+    document = json.loads(Path(given["plan"]).read_text())
+    assert document.pop("activation_checkpointing") == policy and document["found"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=r"with .*old\.json, which names no policy of its plan, write 'none'"):
+        found(0.9, activation_checkpointing="auto", plan=str(tmp_path / "old.json"))
+
+
+def test_who_recomputes_more_than_a_file_says_is_not_warned(tmp_path: Path) -> None:
+    """Nor is a policy refused that has no name."""
+    found(80.0, rows=64, dump_dir=str(tmp_path))
+    given: dict[str, Any] = {"plan": str(tmp_path / "training_step" / "plan.json"), "rows": 64}
+    for policy in ("full", partial(_wish, "recompute")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert "rules" in found(80.0, activation_checkpointing=policy, **given).plan
+        assert not [each for each in caught if "plan.json recomputes" in str(each.message)]
+
+
+def _wish(wish: str, node: Any) -> str:
+    return wish
 
 
 def test_what_never_fits_says_what_would() -> None:

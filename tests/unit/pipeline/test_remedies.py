@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import NodePlacement, PlanReport
 from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.pipeline import remedies
 from lightning_autoparallel.pipeline.remedies import _recomputing
 from lightning_autoparallel.strategy.planning import plan
 from tests.unit.pipeline.test_found_plan import GIB, Deep
@@ -50,7 +51,25 @@ def test_fewer_rows_are_enough() -> None:
     told = said(0.25, activation_checkpointing="full")
     ((rows, before, times),) = re.findall(r"(\d+) rows per rank, not (\d+), with accumulate_grad_\w+ (\d+) ti", told)
     assert int(before) == ROWS and int(rows) * int(times) == ROWS
-    assert fits(planned(0.25, rows=int(rows), activation_checkpointing="full"), 0.25)
+    fewer: dict[str, Any] = {"rows": int(rows), "activation_checkpointing": "full"}
+    assert fits(planned(0.25, accumulate_grad_batches=int(times), **fewer), 0.25)
+
+
+def test_gradients_of_fewer_rows_that_add_up_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 8 rows of 800 bytes, a parameter of 100; the backward reads all that the rows take."""
+    added, first = (_fewer_rows_of(monkeypatch, add_up) for add_up in (True, False))
+    assert added == ("4 rows per rank, not 8, with accumulate_grad_batches 2 times as large", 800 - 400)
+    assert first == ("2 rows per rank, not 8, with accumulate_grad_batches 4 times as large", 800 - 600 + 100)
+
+
+def _fewer_rows_of(monkeypatch: pytest.MonkeyPatch, add_up: bool) -> tuple[str, float]:
+    monkeypatch.setattr(remedies, "global_rows", lambda captured: 16)
+    monkeypatch.setattr(remedies, "_bytes_of_rows", lambda short: 800.0)
+    monkeypatch.setattr(remedies, "stored_bytes", lambda captured, plan, trained_only: {"w": 100.0})
+    short: Any = SimpleNamespace(captured=None, plan=None, needed_bytes=800.0, reserved=1.0, add_up=add_up)
+    short.budget_bytes = 450.0
+    (found,) = remedies._fewer_rows(short, shards=2)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -192,10 +192,23 @@ def test_rules_are_kept(fake_mesh) -> None:
     assert {placement_text(placement) for placement in ups} == {"S(1)"}
 
 
-def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path) -> None:
-    mesh = fake_mesh(**MESH)
-    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2)
-    plan = planned(mesh, graph)
+@pytest.mark.parametrize(
+    ("sizes", "pins", "hardware"),
+    [
+        (MESH, {}, SLOW_MEMORY),
+        (MESH, {"stored:*": {"dp_shard": "R"}}, SLOW_MEMORY),
+        (MESH, {"*": {"tp": "R"}, "stored:layers.*.up.weight": {"dp_shard": "S(1)"}}, SLOW_MEMORY),
+        (
+            {"dp_replicate": 2, "dp_shard": 2},
+            {"stored:*": {"dp_replicate": "R"}},
+            SLOW_LINKS,
+        ),  # found under this key too
+    ],
+)
+def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path, sizes, pins, hardware) -> None:
+    mesh = fake_mesh(**sizes)
+    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2 if sizes is MESH else 4)
+    plan = planned(mesh, graph, pins, hardware)
     assert plan.found is not None
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_document(graph, plan, plan.found, mesh)))

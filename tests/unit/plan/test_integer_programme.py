@@ -38,7 +38,7 @@ def value(dice: random.Random, number: int, choices: list[Choice]) -> Value:
     for _ in range(dice.randint(1, 4)):
         owner = dice.randrange(CHOICES)
         never = {(dice.randrange(PLACEMENTS), dice.randrange(PLACEMENTS))} if dice.random() < 0.15 else set()
-        readers.append(Reader(choice=owner, wants=placed(owner), never=frozenset(never)))
+        readers.append(Reader(choice=owner, wants=placed(owner), never=dict.fromkeys(never, "ruled out")))
     moves = tuple(
         tuple(0.0 if s == t else dice.choice([1.0, 2.0, 2.0, 4.0, 4.0, 4.0, math.inf]) for t in range(PLACEMENTS))
         for s in range(PLACEMENTS)

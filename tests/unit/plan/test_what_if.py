@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -49,6 +50,22 @@ def test_what_rules_out_is_named_without_solving() -> None:
     found = blocked.with_fixed({0: {1}})
     assert found is not None and found.ruled_out == "nothing leads from S(0) to R for w.0"
     assert limited.asked == blocked.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("move_us", "never", "reason"),
+    [
+        (3.0, {(1, 0): "stays"}, ": stays"),
+        (math.inf, {(1, 0): "stays"}, ": stays"),
+        (math.inf, {(0, 0): "stays"}, ""),
+    ],
+)
+def test_what_is_forbidden_says_why(move_us: float, never: dict[tuple[int, int], str], reason: str) -> None:
+    given = small(((0.0, 1.0), (move_us, 0.0)), 8.0)
+    (value,) = given.values
+    readers = tuple(dataclasses.replace(reader, never=never) for reader in value.readers)
+    problem = dataclasses.replace(given, values=(dataclasses.replace(value, readers=readers),))
+    assert OtherSolutions(problem, (0, 0)).ruled_out({0: {1}}) == f"nothing leads from S(0) to R for w.0{reason}"
 
 
 def test_no_more_is_solved_than_allowed() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy, plan
+from lightning_autoparallel.artifacts import ArtifactWriter
 from lightning_autoparallel.config import MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, ConfigError, InfeasiblePlanError
-from lightning_autoparallel.strategy.mesh_search import MOST_SPLITS, meshes, other_splits
+from lightning_autoparallel.plan import read_plan
+from lightning_autoparallel.strategy.mesh_search import MOST_SPLITS, meshes, other_splits, search
 
 BATCH = (torch.zeros(4, 64), torch.zeros(4, 64))
 
@@ -96,7 +100,7 @@ def test_each_mesh_is_planned_as_if_it_had_been_given() -> None:
         alone = planned(dict(trial.mesh), plan="auto")
         assert trial.step_time_us == pytest.approx(alone.step_time_us)
         assert trial.samples == alone.samples
-        assert trial.us_per_sample == pytest.approx(alone.step_time_us / alone.samples)
+        assert trial.us_per_sample == pytest.approx((alone.step_time_us + alone.update_us) / alone.samples)
     per_sample = [trial.us_per_sample for trial in report.meshes]
     assert per_sample == sorted(per_sample) and len(set(per_sample)) > 1
     assert dict(report.mesh) == dict(report.meshes[0].mesh)
@@ -110,6 +114,43 @@ def test_a_global_batch_is_reached_by_whole_micro_batches() -> None:
     assert dict(report.mesh) == {"dp_shard": 2, "tp": 4}
     reasons = {trial.samples: trial.why_not for trial in report.meshes if not trial.fits}
     assert "more than 24" in reasons[32] and "no multiple of the 16" in reasons[16]
+
+
+def test_micro_batches_of_a_global_batch_add_up() -> None:
+    """A mesh that must take several has their gradients in memory too."""
+    once, thrice = (planned("auto", plan="auto", global_batch_size=rows) for rows in (8, 24))
+    assert dict(once.mesh) == dict(thrice.mesh) == {"dp_shard": 2, "tp": 4}
+    alone = planned(dict(thrice.mesh), plan="auto", accumulate_grad_batches=3)
+    assert thrice.training_peak_bytes == alone.training_peak_bytes
+    assert thrice.training_peak_bytes is not None and once.training_peak_bytes is not None
+    assert thrice.training_peak_bytes > once.training_peak_bytes
+    (taken,) = [trial.taken_bytes for trial in thrice.meshes if trial.fits]
+    assert taken == thrice.training_peak_bytes
+
+
+def test_what_is_dumped_is_of_the_best_mesh(tmp_path: Path) -> None:
+    with mock.patch.object(ArtifactWriter, "record", autospec=True, side_effect=ArtifactWriter.record) as written:
+        report = planned("auto", plan="auto", dump_dir=str(tmp_path))
+    assert [call.args[1] for call in written.call_args_list].count("training_step/plan") == 1
+    assert read_plan(tmp_path / "training_step" / "plan.json")["mesh"] == dict(report.mesh)
+    assert len(report.meshes) > 1
+
+
+def test_a_mesh_whose_optimizer_takes_long_comes_later() -> None:
+    """Sharded parameters are updated sooner, and once for several micro-batches."""
+    slow = {"base": "h100", "optimizer_gb_per_s": 1e-3}
+    sizes: list[dict[str, int]] = [{"dp_replicate": 8}, {"dp_shard": 8}]
+    whole, parts = (planned(mesh, plan="hsdp", hardware=slow) for mesh in sizes)
+    assert whole.update_us == pytest.approx(8 * parts.update_us, rel=0.05)
+    reports = {MeshSpec.from_mapping(mesh): one for mesh, one in zip(sizes, (whole, parts), strict=True)}
+    found = search(list(reports), reports.__getitem__, None, None)
+    assert dict(found.meshes[0].mesh) == {"dp_shard": 8} and whole.step_time_us < parts.step_time_us
+    several = search(list(reports), reports.__getitem__, 64, None).meshes
+    assert several == search(list(reports), reports.__getitem__, None, None, accumulation=2).meshes
+    for one, two in zip(found.meshes, several, strict=True):
+        report = reports[MeshSpec.from_mapping(one.mesh)]
+        assert two.accumulation == 2
+        assert one.us_per_sample - two.us_per_sample == pytest.approx(report.update_us / 2 / 32)
 
 
 def test_where_nothing_fits_every_mesh_says_why() -> None:

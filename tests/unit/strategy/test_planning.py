@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_autoparallel import plan
 from lightning_autoparallel.errors import CaptureError, ConfigError, InfeasiblePlanError
+from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
 
 BATCH = (torch.zeros(2, 64), torch.zeros(2, 32))
@@ -232,3 +233,20 @@ def test_a_second_process_of_a_launcher_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="this is process 1 of those that a launcher has started"):
         planned()
+
+
+@pytest.mark.parametrize(("given", "nodes"), [(None, 2), (2, 1), (1, 2)])
+def test_nodes_are_those_that_rates_were_measured_on(given: int | None, nodes: int) -> None:
+    """Two hosts of one rank, say: what they send goes between nodes, unless others are asked for."""
+    inter = {"bandwidth_gb_per_s": 1e-4, "latency_us": 1.0}
+    hardware = {"base": "cpu", "ranks_per_node": 1, "inter_node": inter}
+    report = planned(world_size=2, ranks_per_node=given, hardware=hardware)
+    assert report.hardware["ranks_per_node"] == 2 // nodes
+    sent_us = 1e6 * 64 * 64 * 4 / 2 / 1e5  # a half of the first weight at 1e-4 GB/s, once
+    assert report.step_time_us is not None and (report.step_time_us > sent_us) == (nodes == 2)
+    strategy = PlanningStrategy(world_size=2, ranks_per_node=given)
+    strategy.predict_for(hardware)
+    assert strategy.ranks_per_node == 2 // nodes
+    odd = PlanningStrategy(world_size=12)  # no multiple of 8, but hardware may come
+    odd.predict_for({**hardware, "ranks_per_node": 4})
+    assert odd.ranks_per_node == 4
