@@ -124,6 +124,11 @@ def kept_plan_of(
 
 def _plan_of(document: Mapping[str, Any], captured: CapturedGraph, spec: PlanSpec, mesh: ParallelMesh) -> ShardingPlan:
     axes, nodes, entries = plan_axes(spec, mesh), _nodes(captured), document["nodes"]
+    if [axis.name for axis in axes] != document["axes"]:
+        raise ConfigError(
+            f"the plan file's placements are on axes {document['axes']}, its base and rules have "
+            f"{[axis.name for axis in axes]}: they were changed by hand; plan anew"
+        )
     return ShardingPlan(
         name=spec.name,
         axes=axes,
@@ -141,7 +146,7 @@ def _plan_of(document: Mapping[str, Any], captured: CapturedGraph, spec: PlanSpe
 
 
 def _check_same_mesh(document: Mapping[str, Any], mesh: ParallelMesh) -> None:
-    if dict(document["mesh"]) != mesh.sizes:
+    if list(document["mesh"].items()) != list(mesh.sizes.items()):  # placements are in the order of its axes
         raise ConfigError(f"the plan file was made for mesh {document['mesh']}, this job has {mesh.sizes}")
 
 

@@ -64,10 +64,21 @@ def test_a_longer_graph_is_refused(written):
         restore_plan(document, graph, spec, mesh)
 
 
-def test_another_mesh_is_refused(written):
+@pytest.mark.parametrize("sizes", [{"dp_shard": 4, "tp": 2}, {"tp": 2, "dp_shard": 2}], ids=["sizes", "order"])
+def test_another_mesh_is_refused(written, sizes):
+    """Also one whose axes come in another order, in which placements are."""
     spec, mesh, graph, _, path = written
-    document = read_plan(path) | {"mesh": {"dp_shard": 4, "tp": 2}}
-    with pytest.raises(ConfigError, match=r"was made for mesh .*4.*this job has"):
+    document = read_plan(path) | {"mesh": sizes}
+    with pytest.raises(ConfigError, match=r"was made for mesh .*this job has"):
+        restore_plan(document, graph, spec, mesh)
+
+
+def test_rules_of_other_axes_than_the_placements_are_refused(written):
+    spec, mesh, graph, _, path = written
+    document = read_plan(path) | {"axes": ["dp_replicate", "dp_shard", "tp"]}
+    with pytest.raises(
+        ConfigError, match=r"are on axes .*'dp_replicate'.*its base and rules have \['dp_shard', 'tp'\]"
+    ):
         restore_plan(document, graph, spec, mesh)
 
 
