@@ -70,7 +70,7 @@ def _stays(shape: torch.Size, kept: Any) -> bool:
 
 
 def _lies_so(value: DTensor, layout: ParameterLayout) -> bool:
-    return tuple(value.placements) == (layout.placements or (Replicate(),))
+    return value.device_mesh == layout.mesh and tuple(value.placements) == (layout.placements or (Replicate(),))
 
 
 def _follow(shape: torch.Size, layout: ParameterLayout, kept: Any) -> Any:

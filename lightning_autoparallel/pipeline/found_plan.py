@@ -147,6 +147,20 @@ class FoundPlan:
         error.taken_bytes = taken_bytes
         raise error
 
+    def told_of_more(self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport) -> str | None:
+        """What is to be said of a step that came after the plan was found, where it takes more than a rank may use."""
+        came_later = self.spec is not None and plan.found is None and captured.has_backward and not captured.local
+        if not came_later or report.predicted_peak_bytes is None:
+            return None
+        taken_bytes = kept_bytes(captured, plan, _of_more(self.state, captured)) + report.predicted_peak_bytes
+        if taken_bytes <= self.budget_bytes:
+            return None
+        return (
+            f"autoparallel: {captured.name} takes {taken_bytes / 2**30:.3g} GiB of a rank as it is now, of "
+            f"{self.budget_bytes / 2**30:.3g} that it may use: other parameters are trained than when plan 'auto' was "
+            "found, or batches are larger. A plan is found once in a training; one that begins so is planned for it"
+        )
+
     def reopen(self, over: OverBudgetError) -> None:
         """Another plan is to be found, that leaves what passes took of this one.
 
@@ -164,8 +178,10 @@ class FoundPlan:
         self.shapes = _shapes(module)
 
     def forget_others(self, module: nn.Module) -> None:
-        """What was found for a module of other parameters is nothing for this one."""
-        if self.spec is not None and self.shapes != _shapes(module):
+        """What was found for a module of other parameters is nothing for this one; what was not is looked for anew."""
+        if self.spec is None:
+            self.missing_bytes, self.rounds, self.is_open = 0.0, 0, True
+        elif self.shapes != _shapes(module):
             self.spec, self.document, self.notes, self.policy = None, {}, (), None
             self.missing_bytes, self.rounds, self.is_open = 0.0, 0, True
             self.question = self.from_checkpoint = None
@@ -316,7 +332,7 @@ def _find_within(
     """
     found, room_bytes = context.found, budget_bytes
     saved = _saved(captured, context, policy)
-    seen: list[PlanSpec] = []
+    seen: list[Mapping[str, Any]] = []
     over: TooLargeError | None = None
     found.policy, found.predicted_us = policy, None
     found.question = _question(context, costs, policy)
@@ -329,7 +345,7 @@ def _find_within(
         except InfeasiblePlanError as error:
             raise (over or error) from error
         held = None
-        if over is not None and answers[0].spec in seen:
+        if over is not None and answers[0].document in seen:  # what calls do, too, beside where parameters lie
             # The solver's reckoning is not the passes': another plan that takes less by its own may fit.
             if answers[0].stays_bytes >= room_bytes:
                 raise over
@@ -350,7 +366,7 @@ def _find_within(
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
             found.notes = (*found.notes, *choice_note(contenders, taken), *contest.left_out, note)
             return taken.forecast.step
-        seen += [answer.spec for answer in answers]
+        seen += [answer.document for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
         plan = plans[answers.index(leanest.answer)]
         activations = saved_bytes(captured, plan, saved)
@@ -432,6 +448,15 @@ def _solved(
             Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
         )
     return tuple(answers)
+
+
+def _of_more(state: OptimizerState, captured: CapturedGraph) -> OptimizerState:
+    """With what optimizers will keep of parameters that were frozen when they were asked: as much as of any other."""
+    if state.per_byte is None:
+        return state
+    most = max(state.per_byte.values(), default=0.0)
+    trained = [item.name for item in captured.outputs if item.is_parameter_gradient]
+    return OptimizerState(per_byte={**state.per_byte, **{name: state.of(name) or most for name in trained}})
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
+from types import MappingProxyType
 
 import torch
 from torch import fx
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel, HardwareSpec
 from lightning_autoparallel.cost.compute import unrated_dtypes
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.fx.placements import dim_of, is_shard, placement_text, shard
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
@@ -111,8 +114,17 @@ def first_spec(spec: PlanSpec, mesh: ParallelMesh) -> PlanSpec:
     return PlanSpec(base=BASE, rules=(*rules, *spec.rules))
 
 
-def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], found: Mapping[str, Lying]) -> PlanSpec:
-    """Base and rules that place parameters as was found: for a kind of them, and for each parameter beside it."""
+def found_spec(
+    spec: PlanSpec,
+    axis: PlanAxis,
+    batch_axes: Sequence[PlanAxis],
+    found: Mapping[str, Lying],
+    others: Mapping[str, Mapping[str, Placement]] = MappingProxyType({}),
+) -> PlanSpec:
+    """Base and rules that place parameters as was found: for a kind of them, and for each parameter beside it.
+
+    ``others`` were not free, and lie so on the axes that share out the batch.
+    """
     names = [each.name for each in batch_axes]
     planned = [] if axis.shards_batch else [axis.name]
     computed = {name: {each: placement_text(lying.computed) for each in planned} for name, lying in found.items()}
@@ -121,7 +133,10 @@ def found_spec(spec: PlanSpec, axis: PlanAxis, batch_axes: Sequence[PlanAxis], f
         for name, lying in found.items()
     }
     alike = next(iter(stored.values()), {}) if len(set(map(_named, stored.values()))) == 1 else {}
-    rules = [*_rules(computed, "", dict.fromkeys(planned, "R")), *_rules(stored, f"{STORED}:", alike)]
+    rules = [*_rules(computed, "", dict.fromkeys(planned, "R")), *_rules(stored, f"{STORED}:", alike, others)]
+    for name, lies in others.items():
+        texts = {each: placement_text(shard(dim_of(p)) if is_shard(p) else p) for each, p in lies.items()}
+        rules += [_rule(f"{STORED}:", escape(name), texts)] if texts else []
     return PlanSpec(base=BASE, rules=(*rules, *spec.rules), found=True)
 
 
@@ -134,19 +149,28 @@ def _stored_text(lying: Lying, axis: str) -> str:
     return f"S({lying.stored[axis]})" if axis in lying.stored else "R"
 
 
-def _rules(by_name: Mapping[str, dict[str, str]], prefix: str, usual: dict[str, str]) -> list[PlanRule]:
+def _rules(
+    by_name: Mapping[str, dict[str, str]], prefix: str, usual: dict[str, str], others: Collection[str] = ()
+) -> list[PlanRule]:
     """Rules for all, for kinds that differ from that, and for parameters that differ from their kind.
 
-    The last rule that matches counts.
+    The last rule that matches counts. No pattern matches ``others``.
     """
     kinds: dict[str, Counter[Named]] = {}
     for name, placements in by_name.items():
         kinds.setdefault(fxn.kind_of(name), Counter())[_named(placements)] += 1
-    of_kind = {kind: dict(counted.most_common(1)[0][0]) for kind, counted in kinds.items()}
+    usual = {} if others else usual
+    of_kind = {_of_kind(kind): dict(counted.most_common(1)[0][0]) for kind, counted in kinds.items()}
+    of_kind = {kind: own for kind, own in of_kind.items() if not any(fnmatchcase(name, kind) for name in others)}
     rules = [_rule(prefix, "*", usual)] if usual else []
     rules += [_rule(prefix, kind, placements) for kind, placements in of_kind.items() if placements != usual]
     # A kind's pattern may match names of another kind, whose parts may hold dots.
-    return [*rules, *(_rule(prefix, name, own) for name, own in by_name.items() if own != _last(rules, name))]
+    return [*rules, *(_rule(prefix, escape(name), own) for name, own in by_name.items() if own != _last(rules, name))]
+
+
+def _of_kind(kind: str) -> str:
+    """The pattern of a kind, whose numbers are asterisks: what else patterns know may be part of names."""
+    return escape(kind).replace("[*]", "*")
 
 
 def _last(rules: Sequence[PlanRule], name: str) -> dict[str, str]:

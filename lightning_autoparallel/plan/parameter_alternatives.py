@@ -290,7 +290,7 @@ def allowed_ways(
         shape = tuple(node.meta["val"].shape)
         ways = parameter.ways
         is_ordered = False
-        for axis, kind in itertools.product(axes, ("parameter", STORED)):
+        for axis, kind in itertools.product(axes, _kinds(shape)):
             said = rule_placement([rule for rule in rules if rule.kind == kind], parameter.name, shape, axis)
             if said is not None:
                 ways = tuple(way for way in ways if _is_as_said(way, kind, said[0], axis.name))
@@ -300,11 +300,16 @@ def allowed_ways(
     return found
 
 
+def _kinds(shape: Sequence[int]) -> tuple[str, ...]:
+    """Of rules that speak of a parameter: one number is stored whole, whatever they say."""
+    return ("parameter", STORED) if len(shape) else ("parameter",)
+
+
 def rule_against(
     way: Lying, name: str, shape: Sequence[int], rules: Sequence[PlanRule], axes: Sequence[PlanAxis]
 ) -> PlanRule | None:
     """The rule that wants a parameter to lie otherwise than this way; None where there is none."""
-    for axis, kind in itertools.product(axes, ("parameter", STORED)):
+    for axis, kind in itertools.product(axes, _kinds(shape)):
         said = rule_placement([rule for rule in rules if rule.kind == kind], name, shape, axis)
         if said is not None and not _is_as_said(way, kind, said[0], axis.name):
             return said[1]

@@ -190,7 +190,8 @@ def _plan(
     explains: bool,
 ) -> ShardingPlan:
     if found is not None:
-        planning = replace(planning, parameters=place_parameters(found.rules, shapes, planning.axes, planning.warn))
+        rules = local_spec(found.rules, shapes) if planning.captured.local else found.rules
+        planning = replace(planning, parameters=place_parameters(rules, shapes, planning.axes, planning.warn))
         for name, lying in found.axis.parameters.items():
             computed = {lying.computed, Replicate()}
             assert set(planning.parameters[name].compute) <= computed, f"rules that were found misplace {name}"
@@ -275,12 +276,17 @@ def _find(
         planning.gathered_again,
     )
     free = allowed_ways(every, planning.rules, planning.axes)
+    placed = {each.name: planning.parameters[each.name].storage for node, each in every.items() if node not in free}
+    held = {
+        name: {one.name: lies for one, lies in zip(planning.axes, storage, strict=True) if one.shards_batch}
+        for name, storage in placed.items()
+    }
     problem = _axis_problem(planning, axis, position, others)
     saved = tuple(producer_of(node) for node in problem.graph.nodes if node.name in planning.saved)
     return [
         _Found(
             axis=found,
-            rules=found_spec(planning.spec, axis, batch, found.parameters),
+            rules=found_spec(planning.spec, axis, batch, found.parameters, held),
             explained=SearchedAxis(
                 captured=planning.captured,
                 search=found.search,

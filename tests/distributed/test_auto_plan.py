@@ -213,13 +213,23 @@ class HoldsMemory(Found):
         warnings.warn("; ".join(note for report in reports.values() for note in report.notes), stacklevel=1)
 
 
-def fit_and_hold(mesh: Mapping[str, int]) -> Any:
-    return train(HoldsMemory, mesh, math.prod(mesh.values()))
+class HoldsWhatIsCutTwice(HoldsMemory):
+    """By tp, which computes with it so, and inside of that by dp_shard: in blocks."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {
+        "plan": {"rules": {"layers.*.up.weight": {"tp": "S(0)"}}},
+        "hardware": dict(SLOW_MEMORY),
+    }
 
 
-def test_parameters_whose_memory_is_held_stay_where_they_are(worlds: Worlds) -> None:
-    ranks = worlds(4).run(fit_and_hold, {"dp_shard": 2, "tp": 2})
-    assert_equals_one_device(ranks, train(HoldsMemory, None))
+def fit_and_hold(kind: type[HoldsMemory], mesh: Mapping[str, int]) -> Any:
+    return train(kind, mesh, math.prod(mesh.values()))
+
+
+@pytest.mark.parametrize("kind", [HoldsMemory, HoldsWhatIsCutTwice])
+def test_parameters_whose_memory_is_held_stay_where_they_are(kind: type[HoldsMemory], worlds: Worlds) -> None:
+    ranks = worlds(4).run(fit_and_hold, kind, {"dp_shard": 2, "tp": 2})
+    assert_equals_one_device(ranks, train(kind, None))
     assert ranks[0].said("head.weight stay where they were") == 1
 
 
@@ -246,3 +256,28 @@ def test_a_gradient_that_one_rank_has_hangs_nobody(worlds: Worlds) -> None:
     assert_equals_one_device(ranks, train(GradientOfOne, None))
     assert ranks[0].said("head.weight stay where they were") == 1
     assert ranks[0].said("not all ranks have a gradient of them") == 1
+
+
+class Unfreezes(Net):
+    """Layers that fit a rank whole while they are frozen, and do not with their gradients and an optimizer's state."""
+
+    epochs = 2
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto", "memory_budget_gib": 0.045}
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = (nn.Linear(1024, 1024, bias=False).requires_grad_(False) for _ in range(3))
+        self.net = nn.Sequential(nn.Linear(6, 1024), *wide, nn.Linear(1024, 3))
+
+    def on_train_epoch_start(self) -> None:
+        self.net.requires_grad_(self.current_epoch == 1)
+        self.net[4].requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3)
+
+
+def test_what_takes_more_than_was_planned_for_is_told(worlds: Worlds) -> None:
+    ranks = worlds(2).run(train, Unfreezes, {"dp_shard": 2}, 2)
+    assert_equals_one_device(ranks, train(Unfreezes, None), tolerance=1e-4)
+    assert ranks[0].said("GiB of a rank as it is now, of 0.045 that it may use: other parameters are trained") == 1

@@ -72,3 +72,21 @@ def test_everything_moves_and_stays_what_it_is(worlds: Worlds) -> None:
     for rank in worlds(4).run(moved):
         assert all(same and equal and all(states) for _, same, equal, states in rank), rank
         assert len({placements for placements, *_ in rank}) >= 3, rank
+
+
+def moved_to_another_mesh() -> list[bool]:
+    """Whether each parameter lies on the other mesh, as its rules say, with its values."""
+    torch.manual_seed(0)
+    module = nn.Linear(6, 8)
+    meshes = [build_mesh(MeshSpec.from_mapping({axis: 2}), "cpu") for axis in ("dp_shard", "tp")]
+    rules = [{"stored:*": {"dp_shard": "S(0)"}}, {"*": {"tp": "S(0)"}}]
+    first, later = (layouts_of(each, module, mesh) for each, mesh in zip(rules, meshes, strict=True))
+    shard_module(module, first, CPU)
+    values = [whole(parameter).clone() for parameter in module.parameters()]
+    lie_anew([module], later, [])
+    pairs = zip(module.named_parameters(), values, strict=True)
+    return [p.device_mesh == later[name].mesh and torch.equal(whole(p), value) for (name, p), value in pairs]
+
+
+def test_equal_placements_on_another_mesh_are_other_shards(worlds: Worlds) -> None:
+    assert worlds(2).run(moved_to_another_mesh) == [[True, True]] * 2

@@ -91,6 +91,17 @@ class Distilled(Called):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
+class Ruled(Distilled):
+    """A rule of a parameter that no planned call reads, and one that has tp cut everything there is."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {
+        **Called.strategy,
+        "plan": {
+            "rules": {"teacher.0.weight": {"tp": "R"}, "teacher.2.weight": {"tp": "R"}, "*.up.weight": {"tp": "S(0)"}}
+        },
+    }
+
+
 class Impossible(Called):
     strategy: ClassVar[Mapping[str, Any]] = {**Called.strategy, "memory_budget_gib": 1e-6}
 
@@ -143,6 +154,15 @@ def test_what_no_planned_call_reads_stays_in_shards(worlds: Worlds) -> None:
     assert {name for name, placements in shards.items() if placements != ["R"]} == {
         name for name in shards if name.startswith("teacher.")
     }
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.matrix)], ids=len)
+def test_rules_of_what_no_planned_call_reads_are_no_reason_to_find_none(
+    mesh: Mapping[str, int], worlds: Worlds
+) -> None:
+    outcome = compare(Ruled, mesh, worlds)
+    assert not outcome.said("was not found"), [text for text in outcome.warnings if "not found" in text]
+    assert any("solved in" in note for note in outcome.extra["notes"])
 
 
 def test_without_room_they_lie_in_shards_as_it_takes(worlds: Worlds) -> None:

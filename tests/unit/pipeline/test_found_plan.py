@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from lightning_autoparallel.compile import partition_graph
+from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import partitioning, stages
 from lightning_autoparallel.pipeline.contest import Contest
+from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
 from lightning_autoparallel.plan import other_plans
 from lightning_autoparallel.strategy.planning import plan
@@ -117,6 +119,46 @@ def test_gradients_that_add_up_take_room() -> None:
     alike = [found(80.0, rows=64, plan="fsdp", accumulate_grad_batches=count) for count in (1, 4)]
     peaks = [report.predictions["backward"].peak_memory_bytes for report in alike]
     assert peaks[1] - peaks[0] == alike[0].gradients_bytes
+
+
+class Ruled(LightningModule):
+    """Blocks whose parameters rules place, all of them: only activations may lie otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+        self.ups = nn.ModuleList(nn.Linear(64, 128, bias=False) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(128, 64, bias=False) for _ in range(4))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            batch = batch + down(nn.functional.gelu(up(norm(batch))))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_plans_that_differ_in_activations_only_are_other_plans() -> None:
+    rules = {"*": {"tp": "R"}, "ups.*": {"tp": "S(0)"}, "downs.*": {"tp": "S(1)"}, "stored:norms.*": {"tp": "R"}}
+    peaks = []
+    for budget_gib in (None, 2.75e6 / GIB):
+        with torch.device("meta"):
+            module = Ruled()
+        mesh: dict[str, Any] = {"mesh": {"tp": 2}, "world_size": 2, "hardware": "h100", "loss_chunks": 1}
+        report = plan(module, torch.zeros(8, 64, 64), plan={"rules": rules}, memory_budget_gib=budget_gib, **mesh)
+        peaks.append(report.training_peak_bytes)
+    assert peaks[1] is not None and peaks[1] <= 2.75e6 < peaks[0]
+
+
+def test_a_plan_that_was_not_found_is_looked_for_in_the_next_training() -> None:
+    plan_of_it, module = FoundPlan(is_open=False, rounds=3, missing_bytes=5.0), Deep()
+    plan_of_it.forget_others(module)
+    assert (plan_of_it.is_open, plan_of_it.rounds, plan_of_it.missing_bytes) == (True, 0, 0.0)
+    plan_of_it.spec, plan_of_it.is_open = PlanSpec.parse("fsdp"), False
+    plan_of_it.remember(module)
+    plan_of_it.forget_others(module)
+    assert not plan_of_it.is_open, "it was found for this module"
 
 
 def test_a_file_has_what_its_plan_recomputes(tmp_path: Path) -> None:

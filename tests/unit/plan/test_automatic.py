@@ -28,6 +28,8 @@ from tests.support.slow_memory import SLOW_MEMORY
 from tests.unit._graphs import captured
 
 MESH = {"dp_shard": 2, "tp": 2}
+APART = {"dp_replicate": 2, "dp_shard": 2}
+THREE = {**APART, "tp": 2}
 SLOW_LINKS = {**SLOW_MEMORY, "memory_gb_per_s": 1e3, "intra_node": {"bandwidth_gb_per_s": 1e-3}}
 MEGATRON = {"*.up.weight": {"tp": "S(0)"}, "*.up.bias": {"tp": "S(0)"}, "*.down.weight": {"tp": "S(1)"}}
 
@@ -198,16 +200,17 @@ def test_rules_are_kept(fake_mesh) -> None:
         (MESH, {}, SLOW_MEMORY),
         (MESH, {"stored:*": {"dp_shard": "R"}}, SLOW_MEMORY),
         (MESH, {"*": {"tp": "R"}, "stored:layers.*.up.weight": {"dp_shard": "S(1)"}}, SLOW_MEMORY),
-        (
-            {"dp_replicate": 2, "dp_shard": 2},
-            {"stored:*": {"dp_replicate": "R"}},
-            SLOW_LINKS,
-        ),  # found under this key too
+        # not free, as no alternative lies so, or in such an order
+        (MESH, {"head.weight": {"tp": "S(0)"}, "stored:head.weight": {"dp_shard": "S(1)"}}, SLOW_MEMORY),
+        (MESH, {"layers.1.up.weight": {"tp": "S(0)", "order": ["tp", "dp_shard"]}}, SLOW_MEMORY),
+        (THREE, {"*.up.weight": {"tp": "S(0)", "order": ["dp_shard", "tp"]}}, SLOW_MEMORY),
+        # found under this key too, whole on both axes
+        (APART, {"stored:layers.*.up.weight": {"dp_replicate": "R"}}, SLOW_LINKS),
     ],
 )
 def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path, sizes, pins, hardware) -> None:
     mesh = fake_mesh(**sizes)
-    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2 if sizes is MESH else 4)
+    graph = captured(Blocks(3), torch.randn(8, 4, 16), shards=2 if sizes is MESH else 4)  # of the batch
     plan = planned(mesh, graph, pins, hardware)
     assert plan.found is not None
     path = tmp_path / "plan.json"
@@ -218,6 +221,31 @@ def test_what_is_found_comes_back_from_a_file(fake_mesh, tmp_path, sizes, pins, 
     assert (again.nodes, again.parameters, again.outputs) == (plan.nodes, plan.parameters, plan.outputs)
     by_rules = make_plan(graph, replace(spec, file=None), mesh, print)
     assert by_rules.parameters == plan.parameters, "the rules alone place parameters so, for other steps"
+
+
+class Named(nn.Module):
+    """A number, and a parameter whose name holds what patterns are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.odd = nn.ParameterDict({"a[0]": nn.Parameter(torch.randn(512, 16))})
+        self.up = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.odd["a[0]"].t()).square().mean() * self.scale + self.up(x).square().mean()
+
+
+@pytest.mark.parametrize("rules", [{}, {"stored:*": {"dp_shard": "S(0)"}}])
+def test_numbers_and_odd_names_are_placed_too(fake_mesh, rules) -> None:
+    mesh = fake_mesh(**MESH)
+    graph = captured(Named(), torch.randn(8, 4, 16), shards=2)
+    plan = make_plan(graph, {"base": "auto", "rules": rules}, mesh, print, costs=costs_of(mesh), room_bytes=1.2e5)
+    assert plan.found is not None
+    read = PlanSpec.parse(plan.found.as_written())
+    assert make_plan(graph, read, mesh, print).parameters == plan.parameters
+    assert any(is_shard(placement) for placement in plan.parameters["odd.a[0]"])
+    assert not any(is_shard(placement) for placement in plan.parameters["scale"])
 
 
 def test_before_a_plan_is_found_parameters_lie_over_all_ranks(fake_mesh) -> None:
