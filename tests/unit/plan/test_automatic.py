@@ -203,6 +203,8 @@ def test_rules_are_kept(fake_mesh) -> None:
         # not free, as no alternative lies so, or in such an order
         (MESH, {"head.weight": {"tp": "S(0)"}, "stored:head.weight": {"dp_shard": "S(1)"}}, SLOW_MEMORY),
         (MESH, {"layers.1.up.weight": {"tp": "S(0)", "order": ["tp", "dp_shard"]}}, SLOW_MEMORY),
+        # nor as the others of its kind
+        (MESH, {"layers.*.up.weight": {"tp": "R"}, "layers.1.up.weight": {"tp": "S(0)", "order": ["tp"]}}, SLOW_LINKS),
         (THREE, {"*.up.weight": {"tp": "S(0)", "order": ["dp_shard", "tp"]}}, SLOW_MEMORY),
         # found under this key too, whole on both axes
         (APART, {"stored:layers.*.up.weight": {"dp_replicate": "R"}}, SLOW_LINKS),
