@@ -295,9 +295,13 @@ class StepState:
         )
 
     def fed(self, values: Mapping[str, Any]) -> str:
-        """What a real step takes from outside of its batch, as ranks can compare it: numbers, and tensors' digests."""
+        """What a real step takes from outside of its batch, as ranks can compare it: numbers, and tensors' digests.
+
+        Sparse tensors are not looked into.
+        """
         numbers = self.watcher.numbers(values)[: len(self.watcher.fed)]
-        digests = [self._digest(position, place.read()) for position, place in self.feeds.items()]
+        tensors = {position: place.read() for position, place in self.feeds.items()}
+        digests = [self._digest(i, tensor) for i, tensor in tensors.items() if tensor.layout is torch.strided]
         return f"{numbers} {digests}" if numbers or digests else ""
 
     def _digest(self, position: int, tensor: Tensor) -> str:

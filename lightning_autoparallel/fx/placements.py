@@ -141,6 +141,11 @@ def parse_placement(text: str, rank: int) -> Placement:
     return Shard(dim % rank)
 
 
+def rule_text(placement: Placement) -> str:
+    """A placement as rules have it: in which blocks axes cut one dim follows from the order in which they do."""
+    return placement_text(shard(dim_of(placement)) if is_shard(placement) else placement)
+
+
 def placement_text(placement: Placement) -> str:
     """``R``, ``S(0)``, ``S(0, 4 blocks)``, ``P(sum)``."""
     if isinstance(placement, Replicate):

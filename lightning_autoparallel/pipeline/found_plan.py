@@ -270,6 +270,7 @@ def find_plan_of(
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before
                 if not isinstance(error, AutoParallelError if policy == kept else InfeasiblePlanError):
+                    found.is_open, found.rounds = True, found.rounds - 1  # in forward mode it is found for its calls
                     raise
                 refused.append(f"with activation_checkpointing {policy_name(policy)!r}: {error}")
                 shortfall = error.shortfall if isinstance(error, TooLargeError) else None

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from glob import escape
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor.placement_types import Placement
-
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.config import STORED, PlanRule
 from lightning_autoparallel.contracts import ShardingPlan
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.fx.placements import dim_of, is_shard, placement_text, shard
+from lightning_autoparallel.fx.placements import rule_text
 from lightning_autoparallel.plan.parameter_storage import rule_placement
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ def staying(
 def left_where_it_is(name: str, layout: ParameterLayout, context: StageContext) -> list[PlanRule]:
     """Rules that have one parameter lie as it does."""
     lies = zip(layout.axes, layout.placements, strict=True)
-    texts = tuple((one, _text(placement)) for axis, placement in lies for one in axis.mesh_axes)
+    texts = tuple((one, rule_text(placement)) for axis, placement in lies for one in axis.mesh_axes)
     pins = [PlanRule(key=f"{STORED}:{name}", kind=STORED, pattern=escape(name), placements=texts)]
     # What computes with a part of it would have it cut in another order.
     rules = [rule for rule in context.config.plan.rules if rule.kind == "parameter"]
@@ -48,11 +46,6 @@ def left_where_it_is(name: str, layout: ParameterLayout, context: StageContext) 
     if whole:
         pins.append(PlanRule(key=name, kind="parameter", pattern=escape(name), placements=whole))
     return pins
-
-
-def _text(placement: Placement) -> str:
-    """As rules have it: in which order axes cut a dim, and so in which blocks, is as it was without them."""
-    return placement_text(shard(dim_of(placement)) if is_shard(placement) else placement)
 
 
 def told_of_staying(pins: Sequence[PlanRule]) -> tuple[str, ...]:

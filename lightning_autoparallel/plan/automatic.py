@@ -20,7 +20,7 @@ from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel, HardwareSpec
 from lightning_autoparallel.cost.compute import unrated_dtypes
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import dim_of, is_shard, placement_text, shard
+from lightning_autoparallel.fx.placements import placement_text, rule_text
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
@@ -135,7 +135,7 @@ def found_spec(
     alike = next(iter(stored.values()), {}) if len(set(map(_named, stored.values()))) == 1 else {}
     rules = [*_rules(computed, "", dict.fromkeys(planned, "R")), *_rules(stored, f"{STORED}:", alike, others)]
     for name, lies in others.items():
-        texts = {each: placement_text(shard(dim_of(p)) if is_shard(p) else p) for each, p in lies.items()}
+        texts = {each: rule_text(placement) for each, placement in lies.items()}
         rules += [_rule(f"{STORED}:", escape(name), texts)] if texts else []
     return PlanSpec(base=BASE, rules=(*rules, *spec.rules), found=True)
 

@@ -41,7 +41,7 @@ def plan_document(
         "mesh": mesh.sizes,
         "axes": [axis.name for axis in plan.axes],
         **spec.as_written(),
-        "found": plan.found is not None or spec.found,
+        "found": spec.found,
         "activation_checkpointing": recomputes,
         "parameters": {name: _texts(placements) for name, placements in plan.parameters.items()},
         "outputs": [_texts(placements) for placements in plan.outputs],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_autoparallel.apply import lower
+from lightning_autoparallel.errors import UnsupportedOpError
 from tests.distributed.jobs import Outcome, train
 from tests.distributed.test_auto_plan import Found
 from tests.support.worlds import Worlds
@@ -192,3 +195,25 @@ def test_where_no_plan_is_found_the_training_goes_on(kind: type[Called], reason:
     outcome = compare(kind, {"dp_shard": 2}, worlds)
     (told,) = [text for text in outcome.warnings if "plan 'auto'" in text]
     assert "as plan 'fsdp' has them" in told and reason in told
+
+
+class Anyhow(Called):
+    """Whole if it may be."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "auto"}
+
+
+def refuse_whole_steps(node: Any, plan: Any, is_local: bool) -> None:
+    if not is_local:
+        raise UnsupportedOpError("ranks would draw otherwise")
+
+
+def fit_without_whole_steps(mesh: Mapping[str, int]) -> Outcome:
+    with mock.patch.object(lower, "check_masks", refuse_whole_steps):
+        return fit(Anyhow, mesh)
+
+
+def test_a_step_that_is_refused_as_it_is_written_for_ranks_is_planned_by_its_calls(worlds: Worlds) -> None:
+    outcome = worlds(2).run(fit_without_whole_steps, {"dp_shard": 2})[0]
+    assert outcome.said("runs in forward mode") == outcome.said("ranks would draw otherwise") == 1
+    assert any("solved in" in note for note in outcome.extra["notes"]), outcome.extra["notes"]
