@@ -67,22 +67,21 @@ _GPU = _Sizes(
 def kernel_samples(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> list[KernelSample]:
     """Adding tensors, updating parameters, products, attention, convolutions: each the median of a few rounds.
 
-    What disturbs for a while disturbs one of the rounds. Updates come first, as a host's allocator gives back what they
-    free between, in a step as here: once it has seen the largest tensors freed it keeps that, and updates are faster.
+    What disturbs for a while disturbs one of the rounds.
     """
     hurried = replace(stopwatch, spent_s=stopwatch.spent_s / _ROUNDS)
-    sizes = _CPU if stopwatch.device.type == "cpu" else _GPU
-    updates = [[_update(hurried, sizes.updated)] for _ in range(_ROUNDS)]
-    rounds = [list(_round(hurried, sizes, dtypes)) for _ in range(_ROUNDS)]
+    rounds = [list(_round(hurried, dtypes)) for _ in range(_ROUNDS)]
     return [
         replace(same[0], time_us=statistics.median(sample.time_us for sample in same))
-        for same in itertools.chain(zip(*updates, strict=True), zip(*rounds, strict=True))
+        for same in zip(*rounds, strict=True)
     ]
 
 
-def _round(stopwatch: Stopwatch, sizes: _Sizes, dtypes: Sequence[torch.dtype]) -> Iterator[KernelSample]:
+def _round(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> Iterator[KernelSample]:
+    sizes = _CPU if stopwatch.device.type == "cpu" else _GPU
     for power in sizes.powers:
         yield _sum(stopwatch, 2**power, sizes.cold)
+    yield _update(stopwatch, sizes.updated)
     for dtype in dtypes:
         for width in sizes.widths:
             yield _product(stopwatch, width, dtype)
