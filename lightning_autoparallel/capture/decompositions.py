@@ -264,6 +264,49 @@ def _bernoulli(tensor: Tensor, *, generator: Any = None) -> Tensor:
     return (drawn < tensor).to(tensor.dtype)
 
 
+def _randint_like(tensor: Tensor, high: int, **kwargs: Any) -> Tensor:
+    return _randint_like_from(tensor, 0, high, **kwargs)
+
+
+def _randint_like_from(
+    tensor: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Tensor:
+    placed = {"dtype": dtype or tensor.dtype, "device": device or tensor.device}
+    return aten.randint.low(low, high, list(tensor.shape), **placed)
+
+
+def _normal_of_means(mean: Tensor, std: float = 1.0, generator: Any = None) -> Tensor:
+    return _randn_like(mean) * std + mean
+
+
+def _normal_of_deviations(mean: float, std: Tensor, generator: Any = None) -> Tensor:
+    return _randn_like(std) * std + mean
+
+
+def _normal_of_numbers(mean: float, std: float, size: Sequence[int], *, dtype: Any = None, **where: Any) -> Tensor:
+    kwargs = {"dtype": dtype or torch.get_default_dtype(), "device": where.get("device") or torch.device("cpu")}
+    return aten.randn.default(list(size), **kwargs) * std + mean
+
+
+def _random_from(tensor: Tensor, low: int, high: int | None, generator: Any = None) -> Tensor:
+    return _randint_like_from(tensor, low, _past_random(tensor.dtype) if high is None else high)
+
+
+def _random_to(tensor: Tensor, high: int, generator: Any = None) -> Tensor:
+    return _randint_like_from(tensor, 0, high)
+
+
+def _random(tensor: Tensor, generator: Any = None) -> Tensor:
+    return _randint_like_from(tensor, 0, _past_random(tensor.dtype))
+
+
+def _past_random(dtype: torch.dtype) -> int:
+    """What ``Tensor.random_`` stays below, where nothing is said: integers that the dtype has exactly."""
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps) + 1
+    return 2 if dtype is torch.bool else torch.iinfo(dtype).max
+
+
 def planning_decompositions() -> Decompositions:
     """The table for ``export_joint``: our own, the losses, and whatever core operator DTensor has no rule for."""
     table = {op: function for op, function in core_aten_decompositions().items() if not _planned_whole(op)}
@@ -308,6 +351,14 @@ _OWN: Decompositions = {
     aten.ones.default: _ones,
     aten.rand_like.default: _rand_like,
     aten.randn_like.default: _randn_like,
+    aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like_from,
+    aten.random.default: _random,
+    aten.random.to: _random_to,
+    getattr(aten.random, "from"): _random_from,
+    aten.normal.Tensor_float: _normal_of_means,
+    aten.normal.float_Tensor: _normal_of_deviations,
+    aten.normal.float_float: _normal_of_numbers,
     aten.bernoulli.p: _bernoulli_p,
     aten.bernoulli.default: _bernoulli,
 }

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.contracts import CollectiveCount
 from lightning_autoparallel.torch_compat import collectives, rank_operators
+from lightning_autoparallel.torch_compat.dispatch import is_random as is_random_operator
 from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 aten = torch.ops.aten
@@ -28,25 +29,6 @@ _KINDS = {
 }
 # An operator's own hash is computed in Python, and this is asked of every call again and again.
 _KIND_BY_ID = {id(target): kind for target, kind in _KINDS.items()}
-_RANDOM_FACTORIES = {
-    aten.rand.default,
-    aten.randn.default,
-    aten.randint.default,
-    aten.randint.low,
-}
-_RANDOM_OPS = _RANDOM_FACTORIES | {
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.multinomial.default,
-    aten.randperm.default,
-    aten.normal.Tensor_Tensor,
-    aten.poisson.default,
-    aten.native_dropout.default,
-    aten.uniform.default,
-    aten.normal_functional.default,
-    aten.exponential.default,
-}
-
 # Views that show all of their input: computing one again costs nothing and keeps no more memory alive.
 _VIEWS_OF_ALL = {
     aten.view.default,
@@ -120,7 +102,12 @@ def is_random(node: fx.Node) -> bool:
     """Whether running the node twice gives two results."""
     if is_attention(node):
         return draws_mask(node) and "_backward" not in str(node.target)
-    return node.target in _RANDOM_OPS
+    return _draws(node.target)
+
+
+@cache
+def _draws(target: Any) -> bool:
+    return hasattr(target, "tags") and is_random_operator(target)
 
 
 def draws_mask(node: fx.Node) -> bool:

@@ -74,7 +74,8 @@ class CandidateTable:
         return tuple(self._candidate(row, call, node.meta["val"], before) for row in kept)
 
     def _rows(self, node: fx.Node, call: OpCall) -> list[Row]:
-        is_drawn = fxn.draws_mask(node) or (fxn.is_random(node) and isinstance(node.meta["val"], tuple))
+        has_parts = bool(call.inputs) or isinstance(node.meta["val"], tuple)
+        is_drawn = fxn.draws_mask(node) or (fxn.is_random(node) and has_parts)
         if is_drawn and not self._axis.shards_batch:
             return []  # its ranks draw alike: parts would be drawn alike too, and a backward's not as the whole was
         if call.op in RULES:

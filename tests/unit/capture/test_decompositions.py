@@ -144,6 +144,37 @@ def test_random_like(op):
     assert drawn.var().item() == pytest.approx(expected[1], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.normal.float_float, (3.0, 2.0, [20_000])),
+        (aten.normal.Tensor_float, (torch.full((20_000,), 3.0), 2.0)),
+        (aten.normal.float_Tensor, (3.0, torch.full((20_000,), 2.0))),
+        (aten.randint_like.default, (torch.zeros(20_000, dtype=torch.int64), 7)),
+        (aten.randint_like.low_dtype, (torch.zeros(20_000), 5, 12)),
+        (getattr(aten.random, "from"), (torch.zeros(20_000), 5, 12)),
+        (aten.random.to, (torch.zeros(20_000, dtype=torch.int32), 12)),
+    ],
+    ids=str,
+)
+def test_what_else_draws_is_made_of_factories(op, args):
+    """As many of its shape, dtype, mean and variance as torch's own draw."""
+    drawn, expected = TABLE[op](*args), op(*args)
+    assert (drawn.shape, drawn.dtype) == (expected.shape, expected.dtype)
+    assert drawn.double().mean().item() == pytest.approx(expected.double().mean().item(), abs=0.1)
+    assert drawn.double().var().item() == pytest.approx(expected.double().var().item(), rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.bool], ids=str)
+def test_random_numbers_of_all_sizes(dtype):
+    drawn = [
+        aten.random.default(torch.zeros(20_000, dtype=dtype)),
+        TABLE[aten.random.default](torch.zeros(20_000, dtype=dtype)),
+    ]
+    means = [numbers.double().mean().item() for numbers in drawn]
+    assert {numbers.dtype for numbers in drawn} == {dtype} and means[1] == pytest.approx(means[0], rel=0.05)
+
+
 LOGITS, CLASSES = torch.randn(6, 4), torch.tensor([0, 3, -100, 1, -100, 2])
 LOG_P, WEIGHT = LOGITS.log_softmax(1), torch.rand(4) + 0.5
 A, B = torch.randn(4, 5), torch.rand(4, 5)
