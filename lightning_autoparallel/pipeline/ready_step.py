@@ -35,6 +35,11 @@ class ReadyStep:
     rebuild: Callable[[list[Any]], Any]
     counters: Mapping[str, int]
 
+    @property
+    def effect_whole(self) -> tuple[bool, ...]:
+        """Of every tensor that is logged or written, whether it is equal on all ranks."""
+        return _whole_effects(self.variant.step)
+
     def run(self, around: Around = contextlib.nullcontext) -> StepResult:
         """Run it inside ``around()``; every rank calls it alike."""
         state = self.variant.state
@@ -53,7 +58,7 @@ class ReadyStep:
             row_dims=self._row_dims(outputs),
             effects=self.variant.effects,
             effect_tensors=tuple(effects[:logged]),
-            effect_whole=_whole_effects(self.variant.step)[:logged],
+            effect_whole=self.effect_whole[:logged],
             step=self.variant.step,
             numbers=numbers,
         )

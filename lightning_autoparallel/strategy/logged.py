@@ -27,8 +27,11 @@ def note_logged(
         logged_as[name] = {key: given[key] for key in _SAYS if key in given}
 
 
-def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs) -> None:
-    """From here on the step's own code logs: what it has logged in this epoch is as if it had done so all along."""
+def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs, shards: int) -> None:
+    """From here on the step's own code logs: what it has logged in this epoch is as if it had done so all along.
+
+    Of a sum over whole batches each of the ranks that see different rows keeps its part, ``1 / shards``.
+    """
     for result in (trainer._results or {}).values():
         sync = result.meta.sync
         if sync.group is ALREADY_GLOBAL:
@@ -39,3 +42,5 @@ def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs) -> None:
                 _group=said.get("sync_dist_group"),
                 rank_zero_only=said.get("rank_zero_only", False),
             )
+            if result.is_tensor and result.meta.on_epoch and result.meta.is_sum_reduction:
+                result.value = result.value / shards

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torchmetrics
 from torch import Tensor, nn
+from torchmetrics.utilities import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_autoparallel.errors import CaptureError
@@ -44,6 +45,7 @@ class MetricScopes:
         self._mesh = mesh
         self._covers_all: dict[int, bool] = {}
         self._not_joined: dict[int, tuple[torchmetrics.Metric, bool, bool]] = {}  # with what they had
+        self._left_whole: set[int] = set()  # those that covered everything once, and cover rows since
 
     @contextlib.contextmanager
     def updating(self, metric: nn.Module, covers_all: bool, line: str) -> Iterator[None]:
@@ -52,12 +54,9 @@ class MetricScopes:
         Raises:
             CaptureError: the metric was updated in the other way before.
         """
-        if self._covers_all.setdefault(id(metric), covers_all) != covers_all:
-            raise CaptureError(
-                f"{line} updates a {type(metric).__name__} with rows of the batch at one time and with values of the "
-                "whole batch at another: they are counted differently over the ranks; use a metric for each"
-            )
-        members = [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
+        self.check([(metric, covers_all, line)])
+        self._covers_all[id(metric)] = covers_all
+        members = _members(metric)
         with contextlib.ExitStack() as stack:
             for member in members:
                 if covers_all or self._mesh.data_parallel_size == 1:
@@ -67,6 +66,36 @@ class MetricScopes:
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", True))
             yield
 
+    def check(self, updates: Iterable[tuple[nn.Module, bool, str]]) -> None:
+        """Whether these updates to come, as ``updating`` takes them, go together with each other and with earlier ones.
+
+        Raises:
+            CaptureError: they do not.
+        """
+        known = self._covers_all | dict.fromkeys(self._left_whole, False)
+        for metric, covers_all, line in updates:
+            if known.setdefault(id(metric), covers_all) != covers_all:
+                raise CaptureError(
+                    f"{line} updates a {type(metric).__name__} with rows of the batch at one time and with values of "
+                    "the whole batch at another: they are counted differently over the ranks; use a metric for each"
+                )
+
+    def leave_whole(self, metrics: Iterable[tuple[nn.Module, bool]]) -> None:
+        """From here on these are updated with this rank's rows: what they have of whole batches, one rank counts.
+
+        Means over numbers (said of each metric) are kept by all, as each rank has a number of its own from here on.
+        """
+        for metric, of_numbers in metrics:
+            if not self.covers_all(metric):
+                continue
+            del self._covers_all[id(metric)]
+            self._left_whole.add(id(metric))
+            for member in _members(metric):
+                if id(member) in self._not_joined:
+                    _, member.sync_on_compute, member._to_sync = self._not_joined.pop(id(member))
+                if not self.counts_common and not (of_numbers and isinstance(member, torchmetrics.MeanMetric)):
+                    _empty(member)
+
     def _join_nothing(self, member: torchmetrics.Metric) -> None:
         self._not_joined.setdefault(id(member), (member, member.sync_on_compute, member._to_sync))
         member.sync_on_compute = member._to_sync = False
@@ -75,6 +104,7 @@ class MetricScopes:
         """Metrics are joined as the user has it: other runs may update them with rows."""
         for member, on_compute, to_sync in self._not_joined.values():
             member.sync_on_compute, member._to_sync = on_compute, to_sync
+        self._left_whole.clear()
 
     @property
     def shards(self) -> int:
@@ -97,7 +127,7 @@ class MetricScopes:
         Where ranks have no others (not ``some_own``), each counts all: metrics cannot join states of none.
         """
         with contextlib.ExitStack() as stack:
-            if not some_own:
+            if not some_own and id(metric) not in self._left_whole:
                 yield stack.enter_context(self.updating(metric, True, line))
                 return
             if not self.counts_common:
@@ -106,6 +136,21 @@ class MetricScopes:
                 if isinstance(member, torchmetrics.Metric):  # forward's value is of these rows: no rank has others
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", False))
             yield
+
+
+def _members(metric: nn.Module) -> list[torchmetrics.Metric]:
+    """The metric and those in it."""
+    return [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
+
+
+def _empty(metric: torchmetrics.Metric) -> None:
+    """States that are joined by adding up, or as a list, are as at first; a mean of equal ones stays what it is."""
+    metric._computed = None
+    for name, default in metric._defaults.items():
+        if metric._reductions[name] is dim_zero_mean:
+            continue
+        empty: Tensor | list[Any] = default.detach().clone().to(metric.device) if isinstance(default, Tensor) else []
+        setattr(metric, name, empty)
 
 
 def outermost_metrics(module: nn.Module) -> list[nn.Module]:
@@ -119,7 +164,7 @@ def outermost_metrics(module: nn.Module) -> list[nn.Module]:
 @contextlib.contextmanager
 def state_kept(metric: nn.Module) -> Iterator[None]:
     """After the block the metric has counted nothing of it."""
-    members = [member for member in metric.modules() if isinstance(member, torchmetrics.Metric)]
+    members = _members(metric)
     before = [dict(vars(member)) for member in members]
     states = copy.deepcopy([member.metric_state for member in members])  # at once: members may share tensors
     try:

@@ -71,6 +71,10 @@ class _Call:
         leaves, _ = tree_flatten((self.args, dict(self.kwargs)))
         return [leaf.index for leaf in leaves if isinstance(leaf, _TensorSlot)]
 
+    def is_whole(self, whole: Sequence[bool]) -> bool:
+        """Whether all of these are equal on all ranks, as ``whole`` says of each."""
+        return all(whole[slot] for slot in self.slots())
+
 
 class LightningEffects:
     """Records ``self.log``, ``self.log_dict`` and torchmetrics calls of one run of a step, and replays them.
@@ -125,6 +129,22 @@ class LightningEffects:
                 stack.enter_context(mock.patch.dict(vars(metric), self._metric_recorders(metric)))
             yield
 
+    def metrics(self) -> list[tuple[nn.Module, bool]]:
+        """The metrics that the recorded calls update, and whether with 0-dim tensors only."""
+        updates = [(call.updates, all(self._tensors[slot].dim() == 0 for slot in call.slots())) for call in self._calls]
+        return [(metric, of_numbers) for metric, of_numbers in updates if metric is not None]
+
+    def check(self, whole: Sequence[bool], rows: RowsOfBatch) -> None:
+        """Whether a replay with such values will go through, before anything runs.
+
+        Raises:
+            CaptureError: a metric would be updated with rows at one time and with whole values at another.
+        """
+        alone = not (rows.common and rows.some_own)  # else one rank counts, or metrics cover everything already
+        if self._whole_batch and alone:
+            updates = [(call.updates, rows.common or call.is_whole(whole), call.line) for call in self._calls]
+            self._scopes.check((metric, covers, line) for metric, covers, line in updates if metric is not None)
+
     def replay(
         self,
         values: Sequence[Tensor],
@@ -162,7 +182,7 @@ class LightningEffects:
             return self._scopes.updating_with_common(call.updates, rows.some_own, call.line)
         if not self._whole_batch:
             return contextlib.nullcontext()
-        return self._scopes.updating(call.updates, all(whole[slot] for slot in call.slots()), call.line)
+        return self._scopes.updating(call.updates, call.is_whole(whole), call.line)
 
     def _counting(self, call: _Call, rows: RowsOfBatch) -> Callable[..., Any]:
         """What a module logs where its step runs as it is written."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_autoparallel.capture import Watcher
@@ -50,6 +50,7 @@ class LightningSteps:
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self._logged_as: LoggedAs = {}
+        self._updated: dict[str, dict[int, tuple[nn.Module, bool]]] = {}  # metrics, by step
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
         self._accumulates = False
@@ -199,13 +200,17 @@ class LightningSteps:
             told = told_of_kept(self._module) if stay else None
             if told is not None:
                 self._notice(told)
+        effects = ready.variant.effects
+        assert isinstance(effects, LightningEffects)
+        effects.check(ready.effect_whole, rows)
         result = ready.run(around)
         if name == "training_step":
             # Of the variant that ran: the engine's reports are of the last one that was captured.
             self.launches.predicted = result.step.report.launches()
         self.modes[name] = "step"
-        effects = result.effects
-        assert isinstance(effects, LightningEffects)
+        self._updated.setdefault(name, {}).update(
+            {id(metric): (metric, of_numbers) for metric, of_numbers in effects.metrics()}
+        )
         effects.replay(result.effect_tensors, result.effect_whole, result.numbers, rows)
         return without_spare(result.output, args[0], rows, lambda tensor: result.row_dims.get(id(tensor)))
 
@@ -234,7 +239,8 @@ class LightningSteps:
                 error.args = (reason,)
             raise error
         self.modes[name] = "forward"
-        as_if_plainly_logged(self._trainer, self._logged_as)
+        as_if_plainly_logged(self._trainer, self._logged_as, self._scopes.shards)
+        self._scopes.leave_whole(self._updated.pop(name, {}).values())
         self._notice(
             f"autoparallel: {name} runs in forward mode: {reason}. Its Python runs at every step on each rank's rows, "
             "as under DDP: the loss is that of these rows, and what is captured is what its modules compute"

@@ -140,6 +140,54 @@ class MixesRowsAndGlobalValues(Net):
         return loss
 
 
+class MixesAndCounts(MixesRowsAndGlobalValues):
+    """Not refused, as nothing asks for whole steps: it climbs down, and counts each step once."""
+
+    strategy: ClassVar = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+    def extra(self) -> int:
+        return self.seen
+
+
+class LeavesWholeSteps(Net):
+    """The second half of its steps is one capture too many: their Python runs on each rank's rows."""
+
+    strategy: ClassVar = {"max_captures": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.total, self.kept = torchmetrics.MeanMetric(), torchmetrics.SumMetric(), torchmetrics.CatMetric()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        factor = 1.0 if batch_idx < self.steps // 2 else 2.0
+        scores = self.net(x)
+        loss = factor * nn.functional.cross_entropy(scores, y)
+        self.mean.update(loss)
+        self.total.update(x.sum())
+        self.kept.update(x.sum())
+        self.accuracy.update(scores.unsqueeze(1).expand(-1, 2, -1).reshape(-1, 3), y.repeat_interleave(2))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("sum", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("average", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("largest", x.amax(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("kept", self.kept.compute().sum())
+
+
 class ComputesWithTheValue(Net):
     strategy: ClassVar = {"capture": "step"}
 
@@ -160,6 +208,23 @@ def test_logged_values_are_those_of_one_device(kind, worlds: Worlds) -> None:
     expected = train(kind, None)
     assert expected.logged and expected.metrics
     assert_equals_one_device(outcomes, expected)
+
+
+def test_a_step_whose_metrics_do_not_go_together_runs_once(worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, MixesAndCounts, MESH)
+    assert outcomes[0].said("training_step runs in forward mode") == 1
+    assert [outcome.extra for outcome in outcomes] == [MixesAndCounts.steps] * 2
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [(MESH, 2), ({"dp_shard": 2, "tp": 2}, 4)])
+def test_what_was_counted_of_whole_batches_counts_once_beside_rows(mesh, ranks, worlds: Worlds) -> None:
+    """Where a step leaves whole batches within an epoch, its sums, means and metrics are those of all rows still."""
+    expected = train(LeavesWholeSteps, None).metrics
+    outcomes = worlds(ranks).run(train, LeavesWholeSteps, mesh, ranks)
+    assert len(expected) == 7
+    assert outcomes[0].said("training_step runs in forward mode") == 1
+    for outcome in outcomes:
+        assert outcome.metrics == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Logs, MetricsOfGlobalValues])

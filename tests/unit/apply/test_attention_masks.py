@@ -66,3 +66,20 @@ def test_a_backward_lies_as_its_forward_drew(dropout, lies, is_refused) -> None:
             check_masks(backward, plan, is_local=False)
     else:
         check_masks(backward, plan, is_local=False)
+
+
+@pytest.mark.parametrize(
+    ("placed", "is_local", "is_refused"), [((R, R), False, True), ((S(0), R), False, False), ((R, R), True, False)]
+)
+def test_noise_beside_another_result(placed, is_local, is_refused) -> None:
+    """RReLU gives its slopes beside its result: neither is sent to ranks that drew others."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    call = graph.call_function(aten.rrelu_with_noise_functional.default, (rows, rows, 0.1, 0.3, True))
+    call.meta["val"] = (torch.zeros(4), torch.zeros(4))
+    plan = SimpleNamespace(axes=AXES, nodes={call.name: NodePlacement(inputs=(), outputs=(placed, placed))})
+    if is_refused:
+        with pytest.raises(UnsupportedOpError, match="other numbers on each rank of dp_shard"):
+            check_masks(call, plan, is_local)
+    else:
+        check_masks(call, plan, is_local)
