@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_autoparallel.compile.reached import reached_gradients
 from lightning_autoparallel.compile.second_order import Again, gradients_again
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
@@ -30,8 +31,8 @@ class Layout(Protocol):
 class Backwards(Protocol):
     """Who has ranks agree before a backward: a rank without gradients joins those that have some."""
 
-    def add(self, join: Callable[[], list[tuple[Tensor, Tensor]]]) -> int: ...
-    def reach(self, number: int, run: Callable[[bool], Any]) -> Any: ...
+    def add(self, join: Callable[[tuple[int, ...]], list[tuple[Tensor, Tensor]]]) -> int: ...
+    def reach(self, number: int, given: tuple[int, ...], run: Callable[[bool, tuple[int, ...]], Any]) -> Any: ...
 
 
 def run_step(
@@ -102,16 +103,23 @@ class _StepFunction(torch.autograd.Function):
         if torch.is_grad_enabled() and active_fake_mode() is None:
             axes = _check_again(ctx.step, ctx.again)
             return *_NO_TENSORS, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
+        given = tuple(i for i, place in enumerate(ctx.differentiable) if gradients[place] is not None)
         if ctx.backwards is None:
-            return *_NO_TENSORS, *_run_backward(ctx, gradients, last=True)
-        return *_NO_TENSORS, *ctx.backwards.reach(ctx.number, partial(_run_backward, ctx, gradients))
+            return *_NO_TENSORS, *_run_backward(ctx, gradients, last=True, given=given)
+        return *_NO_TENSORS, *ctx.backwards.reach(ctx.number, given, partial(_run_backward, ctx, gradients))
 
 
 _NO_TENSORS = (None,) * 4  # the first arguments of _StepFunction.forward
 
 
-def _run_backward(ctx: Any, gradients: Sequence[Tensor | None], last: bool) -> list[Tensor | None]:
-    """The gradients of a step's inputs; unless it is the ``last`` time, what was saved for it stays."""
+def _run_backward(
+    ctx: Any, gradients: Sequence[Tensor | None], last: bool, given: tuple[int, ...]
+) -> list[Tensor | None]:
+    """The gradients of a step's inputs; unless it is the ``last`` time, what was saved for it stays.
+
+    Some rank has gradients of the ``given`` results, by their places among those that may have: what only others lead
+    to has none.
+    """
     tangents = []
     for i in ctx.differentiable:
         shape, dtype, device = ctx.shapes[i]
@@ -126,16 +134,21 @@ def _run_backward(ctx: Any, gradients: Sequence[Tensor | None], last: bool) -> l
     del saved
     with _autocast_off(arguments):
         produced = _distinct(list(ctx.step.backward(arguments)))
-    return _by_input(ctx.step, ctx.layouts, ctx.parameters, produced)
+    found = _by_input(ctx.step, ctx.layouts, ctx.parameters, produced)
+    if len(given) == len(ctx.differentiable):
+        return found
+    reached = reached_gradients(ctx.step.captured, given)
+    inputs = [item for item in ctx.step.partitioned.sharded.inputs if item.kind != "tangent"]
+    return [g if (item.kind, item.name) in reached else None for item, g in zip(inputs, found, strict=False)]
 
 
-def _join(ctx: Any) -> list[tuple[Tensor, Tensor]]:
+def _join(ctx: Any, given: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     """Run the backward for other ranks: this rank's part of the gradients is zero, its shard of their mean is not.
 
     What the parameters get of it, with the parameters.
     """
     with torch.no_grad():
-        found = _run_backward(ctx, [None] * len(ctx.shapes), last=False)
+        found = _run_backward(ctx, [None] * len(ctx.shapes), last=False, given=given)
         pairs = zip(ctx.parameters, found, strict=True)
     return [(p, g) for p, g in pairs if p is not None and g is not None and p.requires_grad]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_autoparallel.errors import OtherRankError
-from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
+from lightning_autoparallel.pipeline.backward_calls import BackwardCalls, Results
 
 SECONDS = 20
 
@@ -54,7 +54,7 @@ def backwards(order: list[list[int]], calls: int = 3) -> list[list[str]]:
         for number in range(calls):
             numbers.append(found.add(_noting(ran, f"joined {number}")))
         for number in order[rank]:
-            assert found.reach(numbers[number], _running(ran, number)) == number
+            assert found.reach(numbers[number], (0,), _running(ran, number)) == number
         assert len(found.end()) == sum(text.startswith("joined") for text in ran)
         return ran
 
@@ -63,15 +63,16 @@ def backwards(order: list[list[int]], calls: int = 3) -> list[list[str]]:
 
 
 def _noting(ran: list[str], text: str) -> Callable[[], Any]:
-    def join() -> Any:
+    def join(results: Results) -> Any:
+        assert results == (0,)
         ran.append(text)
         return [("parameter", "gradient")]
 
     return join
 
 
-def _running(ran: list[str], number: int) -> Callable[[bool], int]:
-    def run(last: bool) -> int:
+def _running(ran: list[str], number: int) -> Callable[[bool, Results], int]:
+    def run(last: bool, results: Results) -> int:
         ran.append(f"ran {number}{' for the last time' if last else ''}")
         return number
 
@@ -98,6 +99,40 @@ def test_every_rank_runs_the_same_calls_in_the_same_order_whatever_its_own_is():
     assert [text.split()[1] for text in one] == [text.split()[1] for text in other]
     for ran in (one, other):
         assert {tuple(text.split()[:2]) for text in ran} >= {("ran", "2"), ("ran", "1"), ("ran", "0")}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([(0,), (0,)], (0,)), ([(0,), (1, 2)], (0, 1, 2)), ([(), (3,)], (3,)), ([(10,), (2,)], (2, 10))],
+)
+def test_what_any_rank_has_gradients_of(given: list[Results], expected: Results):
+    """All run the backward for those results, and for the last time: nobody is elsewhere."""
+    ranks = Ranks()
+
+    def rank_of(rank: int) -> Any:
+        found = BackwardCalls(ranks.of(rank))
+        number = found.add(lambda results: [])
+        ran = found.reach(number, given[rank], lambda *what: what)
+        assert found.end() == []
+        return ran
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank_of, range(2))) == [(True, expected)] * 2
+
+
+def test_who_joins_is_told_the_results_of_those_who_run():
+    ranks, told = Ranks(), []
+
+    def rank_of(rank: int) -> None:
+        found = BackwardCalls(ranks.of(rank))
+        number = found.add(lambda results: told.append(results) or [])
+        if rank == 0:
+            assert found.reach(number, (1, 4), lambda *what: what) == (False, (1, 4))
+        found.end()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank_of, range(2)))
+    assert told == [(1, 4)]
 
 
 def test_a_rank_elsewhere_is_an_error_on_both():
