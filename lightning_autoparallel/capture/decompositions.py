@@ -307,6 +307,22 @@ def _past_random(dtype: torch.dtype) -> int:
     return 2 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
+def _any(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """By counting: ranks add up numbers, not whether there are some."""
+    found: Tensor = _how_many(tensor != 0, dim, keepdim) > 0
+    return found.to(tensor.dtype) if tensor.dtype is torch.uint8 else found
+
+
+def _all(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    none: Tensor = _how_many(tensor == 0, dim, keepdim) == 0
+    return none.to(tensor.dtype) if tensor.dtype is torch.uint8 else none
+
+
+def _how_many(flags: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
+    dims = list(range(flags.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return aten.sum.dim_IntList(flags.to(torch.int64), dims, keepdim)
+
+
 def planning_decompositions() -> Decompositions:
     """The table for ``export_joint``: our own, the losses, and whatever core operator DTensor has no rule for."""
     table = {op: function for op, function in core_aten_decompositions().items() if not _planned_whole(op)}
@@ -353,6 +369,12 @@ _OWN: Decompositions = {
     aten.randn_like.default: _randn_like,
     aten.randint_like.default: _randint_like,
     aten.randint_like.low_dtype: _randint_like_from,
+    aten.any.default: _any,
+    aten.any.dim: _any,
+    aten.any.dims: _any,
+    aten.all.default: _all,
+    aten.all.dim: _all,
+    aten.all.dims: _all,
     aten.random.default: _random,
     aten.random.to: _random_to,
     getattr(aten.random, "from"): _random_from,

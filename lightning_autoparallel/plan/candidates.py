@@ -20,6 +20,9 @@ from lightning_autoparallel.torch_compat.sharding import StridedShard, has_rule,
 from lightning_autoparallel.torch_compat.tracing import unset_fake_temporarily
 
 _RULE_FILES = (attention_rules, einsum_rule, views, vocabulary_rules)  # importing them registers their rules
+aten = torch.ops.aten
+# Torch's rules give partial sums on as if these were linear: they read bits, leave NaNs out, or take powers.
+_NOT_LINEAR = {aten.view.dtype, aten.nansum.default, aten.linalg__powsum.default}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,7 @@ class CandidateTable:
         except Exception as error:
             self._tell(node, f"has a sharding rule that fails ({type(error).__name__}: {error})")
             return []
-        plain = [_without_nones(row, call) for row in rows]
+        plain = [_without_nones(row, call) for row in rows if not _is_wrong(call.op, row)]
         can_be_sharded = any(out is not None and out.dim() for out in call.outputs)
         if can_be_sharded and not any(_matches(row, call) for row in plain):
             self._tell(node, "has a sharding rule that does not fit the call")
@@ -112,8 +115,8 @@ class CandidateTable:
     def _divides(self, placement: Placement | None, tensor: Tensor | None) -> bool:
         if placement is None or tensor is None:
             return True
-        if not is_plain(placement):
-            return False
+        if not is_plain(placement) or (placement.is_partial() and tensor.dtype is torch.bool):
+            return False  # addends of a truth value are none: true on several ranks would count as several
         if not isinstance(placement, (Shard, StridedShard)):
             return True
         if not 0 <= placement.dim < tensor.dim():
@@ -159,6 +162,11 @@ def _key(node: fx.Node, split_factors: tuple[int, ...]) -> Any:
         return argument if isinstance(argument, (int, float, bool, str, torch.dtype)) else str(argument)
 
     return node.target, freeze(node.args), freeze(dict(node.kwargs)), split_factors
+
+
+def _is_wrong(op: Any, row: Row) -> bool:
+    """Whether a row of torch's says of an operator that it is linear, which is not."""
+    return op in _NOT_LINEAR and any(placement is not None and placement.is_partial() for placement in row[1])
 
 
 def _pairs(row: Row, call: OpCall) -> list[tuple[Placement | None, Tensor | None]]:

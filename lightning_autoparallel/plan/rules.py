@@ -177,6 +177,8 @@ def spatial_rule(call: OpCall) -> list[Row]:
     aten.sort.default,
     aten.topk.default,
     aten.cumsum.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
     aten.max.dim,
     aten.min.dim,
     aten.argmax.default,

@@ -43,8 +43,12 @@ def lowered(fake_mesh, module: nn.Module, batch, run=None, plan: str = "fsdp", r
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_together_compute_what_one_device_does(fake_mesh, plan: str, size: int):
     torch.manual_seed(0)
-    module, x = Model(), torch.randn(4 * size, 6)
-    graph, placed, sharded = lowered(fake_mesh, module, x[:4], plan=plan, size=size)
+    check_together(fake_mesh, Model(), torch.randn(4 * size, 6), plan, size)
+
+
+def check_together(fake_mesh, module: nn.Module, x: torch.Tensor, plan: str, size: int) -> None:
+    """Results and gradients of all ranks, in lockstep, are those of the graph as it was captured."""
+    graph, placed, sharded = lowered(fake_mesh, module, x[: len(x) // size], plan=plan, size=size)
     (axis,) = placed.axes
     graphs = [sharded.graph_module.graph]
     for rank in range(1, size):
