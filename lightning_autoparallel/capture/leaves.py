@@ -71,8 +71,8 @@ def check_same_leaves(name: str, batch: Any, leaves: Sequence[Any]) -> None:
     now = [leaf for _, leaf in flatten_batch(batch)[0]]
     if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):
         raise CaptureError(
-            f"{name} puts something into its batch, or takes something out: real batches would stay as they are; "
-            "return it from the step, or keep it as an attribute"
+            f"{name} puts something into what it is given, or takes something out: real batches and arguments would "
+            "stay as they are; return it, or keep it as an attribute"
         )
 
 

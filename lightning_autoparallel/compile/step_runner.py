@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -85,7 +85,9 @@ class _StepFunction(torch.autograd.Function):
         with _autocast_off(everything):
             produced = list(step.forward(everything))
         count = _results(step)
-        results, values = _distinct(produced[:count]), produced[count:]
+        values = produced[count:]
+        saved = {tensor.untyped_storage().data_ptr() for tensor in (*kept, *values)}
+        results = [_no_view(result, saved) for result in _distinct(produced[:count])]
         ctx.save_for_backward(*kept, *values)
         ctx.step, ctx.layouts = step, layouts
         ctx.again, ctx.inputs = again, () if again is None else inputs
@@ -202,6 +204,19 @@ def _distinct(results: list[Tensor]) -> list[Tensor]:
         distinct.append(result.clone() if id(result) in seen else result)
         seen.add(id(result))
     return distinct
+
+
+def _no_view(result: Tensor, saved: Collection[int]) -> Tensor:
+    """The result as a tensor that may be changed in place: of its own, unless its memory is ``saved``, else a copy.
+
+    Autograd refuses to change views that a function of its has made.
+    """
+    if not result._is_view():
+        return result
+    if result.untyped_storage().data_ptr() in saved:
+        return result.clone()
+    alone = result.new_empty(0)
+    return alone.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())  # type: ignore[call-overload,no-any-return]
 
 
 def _without_tangents(step: CompiledStep, everything: list[Tensor]) -> dict[int, Tensor]:

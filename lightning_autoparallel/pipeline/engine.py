@@ -378,8 +378,7 @@ class StepEngine:
         def run(values: list[Any]) -> Any:
             batch = rebuild(values)
             output = call.run(batch, watcher)
-            if not call.local:
-                check_same_leaves(f"{state.entered}: {call.name}", batch, values)
+            check_same_leaves(f"{state.entered}: {call.name}", batch, values)
             return output
 
         parameters, buffers = named_state(self.module, call.path)

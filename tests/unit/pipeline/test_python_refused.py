@@ -151,7 +151,7 @@ class SetsData(Net):
 
 REFUSED = [
     (OwnGenerator, "reads self.rng (Random), which moves on"),
-    (AddsToTheBatch, "puts something into its batch"),
+    (AddsToTheBatch, "puts something into what it is given"),
     (SetsData, "goes around autograd (.data)"),
     (ChangesAParameter, "changes the parameter linear.weight in place"),
     (DifferentiatesTheBatch, "asks for the gradient of batch leaf"),
