@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import equal, is_number, is_plain, shown
 from lightning_autoparallel.capture.reads import Read
+from lightning_autoparallel.fx.values import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,11 @@ class _Attributes:
 
 
 class StateGuards:
-    """The guards of one captured step; ``tensors`` must be the same objects, unchanged in place."""
+    """The guards of one captured step; ``tensors`` must be the same objects, unchanged as ``Snapshot`` can tell."""
 
     def __init__(self, reads: Iterable[Read], tensors: Sequence[tuple[Tensor, Place | None]]) -> None:
         self._reads = list(reads)
-        self._tensors = [(tensor, tensor._version, place) for tensor, place in tensors]
+        self._tensors = [(tensor, Snapshot(tensor), place) for tensor, place in tensors]
         compared = [read for read in self._reads if read.frozen.kind is not object]
         simple = [read for read in compared if _is_simple(read)]
         empty = [read for read in compared if _is_no_hook(read)]
@@ -100,8 +101,8 @@ class StateGuards:
             if read.frozen.difference(read.place.read()) is not None:
                 return False
         return all(
-            tensor._version == version and (place is None or place.read() is tensor)
-            for tensor, version, place in self._tensors
+            (place is None or place.read() is tensor) and snapshot.is_of(tensor)
+            for tensor, snapshot, place in self._tensors
         )
 
     def differences(self) -> list[Difference]:
@@ -113,9 +114,9 @@ class StateGuards:
                 keys, before, now = change
                 part = functools.reduce(item_of, keys, read.place)
                 found.append(Difference(place=part, text=part.text, line=read.line, before=before, now=now))
-        for tensor, version, place in self._tensors:
+        for tensor, snapshot, place in self._tensors:
             now = tensor if place is None else place.read()
-            if now is not tensor or tensor._version != version:
+            if not snapshot.is_of(now):
                 text = "a tensor" if place is None else place.text
                 found.append(Difference(place=None, text=text, line="?", before=tensor, now=now))
         return found

@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+_CHEAP_BYTES = 1 << 20  # of a tensor on the host, which is compared in some 40 us
+
 
 def digest(tensor: Tensor) -> str:
     """A tensor's values in few characters, for ranks to compare."""
-    values = tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return hashlib.blake2b(values, digest_size=8).hexdigest()
+    return hashlib.blake2b(_bytes(tensor), digest_size=8).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+class Snapshot:
+    """What a tensor was: which object, its version, and a copy of its values where looking at them is cheap.
+
+    Torch's version does not count writes through ``tensor.data`` or through memory that numpy shares: of tensors on the
+    host up to 1 MiB the values tell. Of larger ones, and of those on other devices, where each look would wait for the
+    device, the version has to do.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = ref(tensor), _version(tensor)
+        self._values = tensor.detach().clone() if _is_cheap(tensor) else None
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether it is the same tensor with the same values, as far as can be told."""
+        if not isinstance(tensor, Tensor) or tensor is not self._tensor() or _version(tensor) != self._version:
+            return False
+        if self._values is None:
+            return self._version is not None
+        return _same_values(self._values, tensor)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was changed in place; nobody counts for tensors made under ``torch.inference_mode``."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_cheap(tensor: Tensor) -> bool:
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_plain and tensor.numel() * tensor.element_size() <= _CHEAP_BYTES
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):  # ``tensor.data = ...`` may change them
+        return False
+    return torch.equal(one, other) or _bytes(one) == _bytes(other)  # NaN is not equal to itself

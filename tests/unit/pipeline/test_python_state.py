@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +171,43 @@ class PlainTensor(Net):
 class PlainTensorInPlace(PlainTensor):
     def between(self, i):
         self.weights += 1
+
+
+class ValueInPlace(Net):
+    """Of the tensor the step reads the value, in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.array = np.ones(2, dtype=np.float32)
+        self.weights = torch.from_numpy(self.array)
+
+    def between(self, i):
+        if i == 3:
+            self.weights.mul_(2)
+
+    def step(self, x, i):
+        return self.loss(x) * self.weights.tolist()[0]
+
+
+class ValueThroughData(ValueInPlace):
+    """Torch's version of the tensor stays what it was."""
+
+    def between(self, i):
+        if i == 3:
+            self.weights.data.mul_(2)
+
+
+class ValueThroughNumpy(ValueInPlace):
+    def between(self, i):
+        if i == 3:
+            self.array *= 2
+
+
+class ValueIsNotANumber(ValueInPlace):
+    """It is not equal to itself, and has not changed."""
+
+    def between(self, i):
+        self.weights.data[1] = torch.nan
 
 
 class AddedAttribute(Net):
@@ -418,6 +456,10 @@ CASES = [
     (OfAChild, 2),
     (PlainTensor, 1),
     (PlainTensorInPlace, 1),
+    (ValueInPlace, 2),
+    (ValueThroughData, 2),
+    (ValueThroughNumpy, 2),
+    (ValueIsNotANumber, 1),
     (AddedAttribute, 2),
     (CounterInArithmetic, 1),
     (CounterAsTensor, 1),
