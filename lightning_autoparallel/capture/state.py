@@ -42,7 +42,8 @@ _OF_BACKWARD: dict[Any, str] = {
 }
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _OF_MEMORY = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
-_VALUE_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
+_VALUE_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_AS_ARRAY = {"numpy", "__array__"}
 
 
 class StepState:
@@ -210,6 +211,11 @@ class StepState:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise self.watcher.refuse(
                 f"{user_line()} uses a tensor that requires a gradient and is no parameter of the module: register it"
+            )
+        if name in _AS_ARRAY:
+            raise self.watcher.refuse(
+                f"{user_line()} reads a tensor's value ({name}): numpy would look at other memory than the tensor's; "
+                "keep the array itself, or ask for tolist()"
             )
         if name in _VALUE_READS:
             self._values_read.add(id(tensor))

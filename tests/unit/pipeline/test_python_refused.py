@@ -82,6 +82,22 @@ class ChangesATensor(Net):
         return loss
 
 
+class ReadsAsAnArray(Net):
+    """While the step is captured, numpy would find other memory there than the tensor's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.ones(3)
+
+    def step(self, x, i):
+        return self.loss(x) * float(self.weights.numpy()[0])
+
+
+class ConvertsToAnArray(ReadsAsAnArray):
+    def step(self, x, i):
+        return self.loss(x) * float(np.asarray(self.weights)[0])
+
+
 class KeepsAnObject(Net):
     def step(self, x, i):
         self.config = Config()
@@ -164,6 +180,8 @@ REFUSED = [
     (Ranks, "asks for the ranks"),
     (ChangesGlobals, "changes test_python_refused.SCALE"),
     (ChangesATensor, "changes a tensor in place"),
+    (ReadsAsAnArray, "reads a tensor's value (numpy)"),
+    (ConvertsToAnArray, "reads a tensor's value (__array__)"),
     (KeepsAnObject, "keeps a Config in self.config"),
     (Exactly, "decides by `(int(i) + 1)` differently"),
     (Opaque, "reads batch leaf 'object', a Config"),
