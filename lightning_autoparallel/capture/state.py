@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from lightning_autoparallel.capture.user_code import StepCalls
 from lightning_autoparallel.capture.watch import NeedsNumbers, Watched, Watcher, math_functions, symbolic
 from lightning_autoparallel.capture.writes import StateWrites
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.fx.values import digest
+from lightning_autoparallel.fx.values import Snapshot, digest
 from lightning_autoparallel.torch_compat.tracing import DATA_DEPENDENT_ERRORS, is_real
 
 _IN_PLACE = {
@@ -77,7 +76,7 @@ class StepState:
         ]
         self._marks = {mark: f"{name}.{mark}" for mark, name in marks if mark != "_is_param"}  # torch's own
         self._guards: StateGuards | None = None
-        self._digests: dict[int, tuple[ref[Tensor], int | None, str]] = {}
+        self._digests: dict[int, tuple[Snapshot, str]] = {}
 
     def start_over(self, numbers: frozenset[Any]) -> None:
         """Forget the capture so far; ``numbers`` are more places whose numbers are fed."""
@@ -312,10 +311,10 @@ class StepState:
 
     def _digest(self, position: int, tensor: Tensor) -> str:
         """It is read from the device once for each tensor that comes to lie there, and each change of one in place."""
-        known, changes = self._digests.get(position), None if tensor.is_inference() else tensor._version
-        if known is None or known[0]() is not tensor or changes is None or known[1] != changes:
-            known = self._digests[position] = ref(tensor), changes, digest(tensor)
-        return known[2]
+        known = self._digests.get(position)
+        if known is None or not known[0].is_of(tensor):
+            known = self._digests[position] = Snapshot(tensor), digest(tensor)
+        return known[1]
 
     def differences(self) -> list[Difference]:
         """What the step read and is not as it was."""

@@ -173,7 +173,16 @@ class AddsItsOwnTensor(Net):
         return self.loss(batch) * self.shift
 
 
-@pytest.mark.parametrize("kind", [DividesByItsOwnNumber, AddsItsOwnTensor])
+class ChangesItsOwnTensor(AddsItsOwnTensor):
+    """In a way that torch does not count."""
+
+    shift = torch.full((), 8.0)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.shift.data.fill_(8.0 if batch_idx < 3 else 9.0 + self.my_rank)
+
+
+@pytest.mark.parametrize("kind", [DividesByItsOwnNumber, AddsItsOwnTensor, ChangesItsOwnTensor])
 def test_ranks_that_feed_a_step_differently(kind, worlds: Worlds) -> None:
     """One graph on all ranks, which read their own numbers for it: nobody would see."""
     for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
