@@ -41,6 +41,10 @@ class Snapshot:
             return self._version is not None
         return _same_values(self._values, tensor)
 
+    def follow(self, tensor: Tensor) -> None:
+        """Take a change in place for known: from here on the version tells, as a copy for each change would cost."""
+        self._tensor, self._version, self._values = ref(tensor), _version(tensor), None
+
 
 def _version(tensor: Tensor) -> int | None:
     """How often it was changed in place; nobody counts for tensors made under ``torch.inference_mode``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,14 @@ from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.step_calls import StepCall
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes from outside of its batch: numbers and tensors as text, digests of buffers that changed."""
+
+    fed: str
+    buffers: Mapping[str, str]
+
+
 def check_agreement(
     context: StageContext,
     call: StepCall,
@@ -27,11 +36,11 @@ def check_agreement(
     leaves: Sequence[tuple[str, Any]],
     variant: int,
     state: Any,
-    fed: str = "",
+    taken: Taken | None = None,
 ) -> None:
     """Whether every rank is about to run variant number ``variant`` of a call, on a batch of one kind.
 
-    ``fed`` is what a captured step takes from outside of its batch, as text.
+    ``taken`` is what a captured step takes from outside of its batch.
 
     Raises:
         AutoParallelError: on all ranks, if one is not.
@@ -57,7 +66,8 @@ def check_agreement(
             values=values,
             variant=variant,
             module_state=repr(state),
-            fed=fed,
+            fed=taken.fed if taken is not None else "",
+            buffers=taken.buffers if taken is not None else {},
         ),
     )
 

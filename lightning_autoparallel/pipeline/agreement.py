@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ class StepIdentity:
     variant: int
     module_state: str
     fed: str = ""  # what the captured step takes from outside of its batch
+    buffers: Mapping[str, str] = field(default_factory=dict)  # digests of those that changed between steps, by name
 
 
 class ControlGroup:
@@ -216,6 +217,13 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
             raise CaptureError(
                 f"what the step reads beside its batch (attributes, numbers) is {theirs.fed} on rank {rank} and "
                 f"{first.fed} on rank 0, and all ranks compute one step together: have them agree"
+            )
+        names = {**first.buffers, **theirs.buffers}
+        for name in [name for name in names if theirs.buffers.get(name) != first.buffers.get(name)]:
+            raise CaptureError(
+                f"buffer {name}, which the step reads, was changed between steps and has other values on rank {rank} "
+                "than on rank 0, and all ranks compute one step together: change it by what ranks have in common "
+                "(self.all_gather)"
             )
     raise CaptureError("ranks took different branches of the step")
 

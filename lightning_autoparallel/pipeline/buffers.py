@@ -1,15 +1,55 @@
-"""Buffers that each rank changes by its own rows: steps start from those of the first batch shard, as under DDP."""
+"""Buffers that something else than a common step changes: ranks start from the same ones, or say that they cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.fx.values import Snapshot
+from lightning_autoparallel.fx.values import Snapshot, digest
 from lightning_autoparallel.pipeline.stages import StageContext
+
+
+class AgreedBuffers:
+    """What the ranks' common steps take for equal: buffers as of when ranks last had the same, and knew it.
+
+    What such a step writes into them is equal by itself. Of buffers that it writes the version tells whether something
+    else has changed them since, of others what ``Snapshot`` looks at; only those that have changed are read.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Snapshot] = {}
+        self._compared: dict[str, Snapshot] = {}
+
+    def are(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
+        """All ranks have these, with the same values."""
+        self._known = {name: Snapshot(buffer) for name, buffer in buffers}
+
+    def changes(self, buffers: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
+        """Digests of those among ``names`` that something else than a common step has changed, for ranks to compare.
+
+        Sparse tensors are not looked into.
+        """
+        known = self._known
+        changed = [name for name in names if name not in known or not known[name].is_of(buffers[name])]
+        self._compared = {name: Snapshot(buffers[name]) for name in changed if _has_values(buffers[name])}
+        return {name: digest(buffers[name]) for name in self._compared}
+
+    def agree(self) -> None:
+        """Ranks found the same changes."""
+        self._known |= self._compared
+        self._compared = {}
+
+    def write(self, buffers: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """A common step has written those of ``names``."""
+        for name in names:
+            if name in self._known:
+                self._known[name].follow(buffers[name])
+            else:
+                self._known[name] = Snapshot(buffers[name])
 
 
 class SharedBuffers:
@@ -35,6 +75,10 @@ class SharedBuffers:
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             _send([buffer for buffer in buffers if buffer.dtype == dtype], group)
         self._sent = list(map(Snapshot, buffers))
+
+
+def _has_values(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not isinstance(buffer, DTensor)
 
 
 def _send(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from lightning_autoparallel.capture import (
     Structures,
     TensorSpec,
     Watcher,
-    check_edges,
     check_rows,
     check_same_leaves,
     describe_batch,
@@ -54,8 +54,9 @@ from lightning_autoparallel.errors import (
     ConfigError,
     TooManyCapturesError,
 )
-from lightning_autoparallel.pipeline.agreed_calls import check_agreement, check_shared_rows
+from lightning_autoparallel.pipeline.agreed_calls import Taken, check_agreement, check_shared_rows
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
+from lightning_autoparallel.pipeline.buffers import AgreedBuffers
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
 from lightning_autoparallel.pipeline.found_plan import OverBudgetError, find_plan
 from lightning_autoparallel.pipeline.local_calls import call_state, named_state, records_gradients
@@ -72,6 +73,8 @@ from lightning_autoparallel.pipeline.step_calls import (
     Variant,
     decides_often,
     errors_of_the_step,
+    layout_of,
+    pinned_edges,
     static_leaves,
 )
 from lightning_autoparallel.plan.parameter_storage import place_parameters
@@ -93,6 +96,7 @@ class StepEngine:
     reports: dict[str, PlanReport] = field(default_factory=dict)
     replacements: Replacements = field(default_factory=Replacements)
     deferred: DeferredGradients = field(init=False)
+    buffers: AgreedBuffers = field(default_factory=AgreedBuffers)
     optimizers: Callable[[], Iterable[Optimizer]] = tuple  # what keeps state of the parameters
     stand_ins: Callable[[], Mapping[int, str]] = dict  # names of what optimizers have in parameters' place, by id
     placed: Callable[[], None] = lambda: None  # called when parameters lie elsewhere than before
@@ -145,6 +149,7 @@ class StepEngine:
         self.deferred.place(self.layouts)
         self._hooks += take_whole_tensors(self.module)
         share_buffers(self.module)
+        self.buffers.are(self.module.named_buffers())
 
     def _planned_layouts(self) -> dict[str, ParameterLayout]:
         plan, mesh = self.context.plan, self.context.mesh
@@ -269,8 +274,8 @@ class StepEngine:
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
-        fed = known[index].fed(found) if index < len(known) and not call.local else ""
-        check_agreement(self.context, call, layout, leaves, index, state, fed)
+        agree = partial(check_agreement, self.context, call, layout, leaves, index, state)
+        agree(self._taken(call, known[index], found) if index < len(known) else None)
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
             if self.context.found.is_due(self.context, call):
@@ -288,7 +293,17 @@ class StepEngine:
             except OverBudgetError as over:
                 self.context.found.reopen(over)
                 return self._variant(call, layout, leaves, rebuild, counters)
+            if not call.local:
+                agree(self._taken(call, known[index], found))
+        if not call.local:
+            self.buffers.agree()
         return known[index]
+
+    def _taken(self, call: StepCall, variant: Variant, found: Mapping[str, Any]) -> Taken | None:
+        """What a step takes from outside of its batch, None where ranks need not take the same."""
+        if call.local or self.modes is None or self.context.control.alone:
+            return None
+        return Taken(variant.fed(found), self.buffers.changes(self.modes.buffers, variant.read_buffers))
 
     def _waiting(self, call: StepCall) -> dict[str, UnreducedLayout]:
         """Parameters whose gradients the call leaves unreduced."""
@@ -354,7 +369,7 @@ class StepEngine:
         state = request.state
         assert state is not None
         others = (None,) * (len(request.buffers) + len(layout.tensors) + state.needs_vector)
-        lies = [waiting.get(name) or self._layout_of(name) for name in request.parameters]
+        lies = [waiting.get(name) or layout_of(self.module, self.layouts, name) for name in request.parameters]
         return Variant(step=step, state=state, effects=request.effects, layouts=(*lies, *others))
 
     def request(
@@ -398,7 +413,7 @@ class StepEngine:
             loss_leaf=call.loss_leaf,
             state=state,
             notice=self.context.warn,
-            edges=self._edges(),
+            edges=pinned_edges(self.context.plan, self.context.mesh, self.module),
         )
 
     def _check_batch(
@@ -421,32 +436,6 @@ class StepEngine:
         positions = None if self.batch_dims is not None else row_positions(leaves)
         if positions is not None:
             raise CaptureError(f"{call.name}: {positions}")
-
-    def _edges(self) -> tuple[tuple[str, str], ...]:
-        """Where rules pin values at the edges of modules, on axes that the mesh has."""
-        plan, mesh = self.context.plan, self.context.mesh
-        edges = tuple((rule.kind, rule.pattern) for rule in plan.rules if rule.is_edge)
-        check_edges(self.module, edges)
-        active = mesh.active(mesh.spec.names)
-        return tuple(
-            (rule.kind, rule.pattern)
-            for rule in plan.rules
-            if rule.is_edge and any(axis in active for axis, _ in rule.placements)
-        )
-
-    def _layout_of(self, name: str) -> ParameterLayout | None:
-        path, _, own = name.rpartition(".")
-        parameter = self.module.get_submodule(path)._parameters[own]
-        if parameter is not None and not isinstance(parameter, nn.Parameter):
-            raise CaptureError(f"another tensor is in the place of parameter {name} (torch.func.functional_call)")
-        if not isinstance(parameter, DTensor):
-            return None
-        if name not in self.layouts:  # a step has assigned it to another name
-            named = self.module.named_parameters(remove_duplicate=False)
-            name = next((own for own, other in named if other is parameter and own in self.layouts), name)
-        if name not in self.layouts:
-            raise CaptureError(f"parameter {name} was made in shards after training began: make it before")
-        return self.layouts[name]
 
     def _other_kind(self, name: str, layout: BatchLayout) -> str:
         if any(key[:2] == (name, layout) and variants for key, variants in self._variants.items()):

@@ -50,6 +50,8 @@ class ReadyStep:
             step, layouts = self.variant.at_this_step(), self.variant.layouts
             results = run_step(step, inputs, layouts, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
+        if not self.call.local:
+            self.engine.buffers.write(buffers, self.variant.written_buffers)
         logged = len(effects) - len(state.writes.tensors)
         state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)
         state.messages.replay(numbers)

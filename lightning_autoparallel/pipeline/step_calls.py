@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.apply import ParameterLayout, UnreducedLayout
-from lightning_autoparallel.capture import BatchLayout, Guard, StepEffects, StepState, Watcher, leaf_counters
+from lightning_autoparallel.capture import (
+    BatchLayout,
+    Guard,
+    StepEffects,
+    StepState,
+    Watcher,
+    check_edges,
+    leaf_counters,
+)
+from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CompiledStep
-from lightning_autoparallel.errors import AutoParallelError, StepFailedError
+from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
+from lightning_autoparallel.mesh import ParallelMesh
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -66,6 +78,18 @@ class Variant:
     effects: StepEffects
     layouts: tuple[ParameterLayout | UnreducedLayout | None, ...]
 
+    @functools.cached_property
+    def read_buffers(self) -> tuple[str, ...]:
+        """Names of buffers that the step computes with."""
+        placeholders = self.step.captured.graph_module.graph.find_nodes(op="placeholder")
+        pairs = zip(placeholders, self.step.captured.inputs, strict=True)
+        return tuple(item.name for node, item in pairs if item.kind == "buffer" and node.users)
+
+    @functools.cached_property
+    def written_buffers(self) -> tuple[str, ...]:
+        """Names of buffers that the step gives new values."""
+        return tuple(item.name for item in self.step.captured.outputs if item.kind == "buffer")
+
     def holds(self, counters: Mapping[str, Any]) -> bool:
         """Whether it is what the step would be now."""
         return self.state.holds(self.state.values(counters))
@@ -91,6 +115,38 @@ class PreparedStep:
     module_state: Any
     step: CompiledStep
     layouts: tuple[ParameterLayout | UnreducedLayout | None, ...]
+
+
+def pinned_edges(plan: PlanSpec, mesh: ParallelMesh, module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Where rules pin values at the edges of modules, on axes that the mesh has."""
+    edges = tuple((rule.kind, rule.pattern) for rule in plan.rules if rule.is_edge)
+    check_edges(module, edges)
+    active = mesh.active(mesh.spec.names)
+    return tuple(
+        (rule.kind, rule.pattern)
+        for rule in plan.rules
+        if rule.is_edge and any(axis in active for axis, _ in rule.placements)
+    )
+
+
+def layout_of(module: nn.Module, layouts: Mapping[str, ParameterLayout], name: str) -> ParameterLayout | None:
+    """How the parameter of that name lies, None for one that is in no shards.
+
+    Raises:
+        CaptureError: it is no parameter, or was made after the ``layouts``.
+    """
+    path, _, own = name.rpartition(".")
+    parameter = module.get_submodule(path)._parameters[own]
+    if parameter is not None and not isinstance(parameter, nn.Parameter):
+        raise CaptureError(f"another tensor is in the place of parameter {name} (torch.func.functional_call)")
+    if not isinstance(parameter, DTensor):
+        return None
+    if name not in layouts:  # a step has assigned it to another name
+        named = module.named_parameters(remove_duplicate=False)
+        name = next((own for own, other in named if other is parameter and own in layouts), name)
+    if name not in layouts:
+        raise CaptureError(f"parameter {name} was made in shards after training began: make it before")
+    return layouts[name]
 
 
 def static_leaves(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class CodesOfOwnRows(Case):
         self.array += 0.1 * mean.numpy()
 
 
-class _CenterOfOwnRows(Case):
+class CenterOfOwnRows(Case):
     """A buffer in a step that is captured whole as long as ranks agree."""
 
     pair = remembers = True
@@ -52,7 +52,7 @@ class _CenterOfOwnRows(Case):
             self.center.data.mul_(0.5).add_(outputs["z"].detach().mean(0), alpha=0.5)
 
 
-class ShiftOfOwnRows(_CenterOfOwnRows):
+class ShiftOfOwnRows(CenterOfOwnRows):
     """The same tensor as an attribute, which each rank has for itself."""
 
     def __init__(self):
