@@ -76,13 +76,21 @@ class SharedBuffers:
             _send([buffer for buffer in buffers if buffer.dtype == dtype], group)
         self._sent = list(map(Snapshot, buffers))
 
+    def make_equal(self) -> None:
+        """Give all ranks rank 0's values, which checkpoints have, too."""
+        if self._control.alone:
+            return
+        buffers = [buffer for buffer in self._module.buffers() if _has_values(buffer) and buffer.numel()]
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+            _send([buffer for buffer in buffers if buffer.dtype == dtype], None)
+
 
 def _has_values(buffer: Tensor) -> bool:
     return buffer.layout is torch.strided and not isinstance(buffer, DTensor)
 
 
-def _send(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def _send(buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     joined = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-    dist.broadcast(joined, group=group, group_src=0)
+    dist.broadcast(joined.view(torch.uint8), group=group, group_src=0)  # gloo does not know every dtype
     for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.detach().copy_(values.view(buffer.shape))

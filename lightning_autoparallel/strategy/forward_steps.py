@@ -44,7 +44,7 @@ class ForwardSteps:
         self._counters: Mapping[str, int] = {}
         self._rows = RowsOfBatch()
         self.calls = ModuleCalls(engine, self, names)
-        self._buffers = SharedBuffers(module, engine.context)
+        self._buffers, self._has_run = SharedBuffers(module, engine.context), False
 
     def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int], rows: RowsOfBatch) -> Any:
         """One real step.
@@ -52,7 +52,7 @@ class ForwardSteps:
         Raises:
             AutoParallelError: another rank raised, called other modules, or alone skips the batch (None).
         """
-        self._step, self._counters, self._rows = name, counters, rows
+        self._step, self._counters, self._rows, self._has_run = name, counters, rows, True
         self.calls.parameters.start()
         self._buffers.share()
         plugin = self._trainer.precision_plugin
@@ -68,6 +68,13 @@ class ForwardSteps:
             error = caught
         self._end(name, output, error)
         return output
+
+    def give_way(self) -> None:
+        """To a step of all ranks together: it starts from rank 0's buffers, once after steps that ran here."""
+        if self._has_run:
+            self._has_run = False
+            self._buffers.make_equal()
+            self._engine.buffers.are(self._module.named_buffers())
 
     def _end(self, name: str, output: Any, error: Exception | None) -> None:
         """Ranks end a step together: the backward of those that go on would wait for the others for ever."""

@@ -193,6 +193,8 @@ class LightningSteps:
 
     def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:
         counters = self._counters(args)
+        if self._forward is not None:
+            self._forward.give_way()
         call = dataclasses.replace(self._call(name, args), common=rows.common)
         ready = self._engine.ready(call, args[0], counters)  # nothing has run where this raises
         if name == "training_step":

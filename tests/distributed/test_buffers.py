@@ -104,3 +104,35 @@ def test_only_what_something_else_than_the_step_changed_is_read(worlds: Worlds) 
         torch.testing.assert_close(outcome.extra, expected.extra)
         assert read == ["(6,)"]
         assert messages == Normalized.steps + 1  # of the first step in front of its capture, too
+
+
+class ValidatedWhole(jobs.Validated):
+    """Its training runs on each rank's rows, its validation is captured whole."""
+
+    epochs = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 3))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.last = loss.item()
+        return loss
+
+    def extra(self) -> Any:
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        return dict(self.trainer.strategy.modes), buffers
+
+
+def test_a_validation_has_one_set_of_statistics(worlds: Worlds) -> None:
+    """Where those of the training are each rank's own, it has rank 0's, which checkpoints have."""
+    ranks = worlds(2).run(train, ValidatedWhole, MESH)
+    module = ValidatedWhole()
+    module.load_state_dict({**ranks[0].parameters, **ranks[0].extra[1]})
+    module.eval()
+    expected = torch.stack([module.loss(batch) for batch in module.batches()]).mean()
+    for rank in ranks:
+        assert rank.extra[0] == {"training_step": "forward", "validation_step": "step"}
+        assert rank.metrics["val"] == pytest.approx(float(expected), rel=1e-5)
+        torch.testing.assert_close(rank.extra[1], ranks[0].extra[1], rtol=0, atol=0)
