@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -38,6 +40,7 @@ from lightning_autoparallel.pipeline.same_order import check_same_graph, check_s
 from lightning_autoparallel.pipeline.summary import make_report
 from lightning_autoparallel.plan import (
     explain_rules,
+    kept_plan_of,
     make_plan,
     plan_document,
     read_plan,
@@ -51,7 +54,8 @@ class StageContext:
     """What the stages need besides the step: where it runs, how, and whom to tell.
 
     Where it ``rehearses``, steps run in a fake world too. ``earlier_gradients`` says of a captured step what becomes of
-    the gradients that lie on this rank as it begins.
+    the gradients that lie on this rank as it begins. ``planned`` counts the captures of a step, by its name and the
+    plan in force, that have come as far as a plan.
     """
 
     mesh: ParallelMesh
@@ -60,6 +64,7 @@ class StageContext:
     warn: Callable[[str], None]
     progress: StageProgress = field(default_factory=StageProgress)
     told: set[str] = field(default_factory=set)
+    planned: Counter[tuple[str, PlanSpec]] = field(default_factory=Counter)
     found: FoundPlan = field(default_factory=FoundPlan)
     rehearses: bool = False
     earlier_gradients: Callable[[CapturedGraph], EarlierGradients] = lambda captured: "cleared"
@@ -105,9 +110,9 @@ def build_step(
     captured, plan = _agreed_plan(request, context, clock, None if held is None else held.captured)
     if held is not None:
         timings["capture"] = held.capture_seconds
-    plan = _waiting(plan, captured, waiting or {})
     rewritten = held.step if held is not None and not waiting else None
-    return finish_step(captured, plan, context, request.device, context.config.compile, timings, rewritten)
+    compiles = context.config.compile
+    return finish_step(captured, plan, context, request.device, compiles, timings, rewritten, waiting or {})
 
 
 def finish_step(
@@ -118,16 +123,20 @@ def finish_step(
     compiles: bool,
     timings: dict[str, float] | None = None,
     rewritten: RewrittenStep | None = None,
+    waiting: Mapping[str, UnreducedLayout] = MappingProxyType({}),
 ) -> CompiledStep:
     """The stages after the plan, which all ranks have agreed on; ``timings`` are those of the stages before.
 
-    Where passes have ``rewritten`` the step already, that is taken.
+    Where passes have ``rewritten`` the step already, that is taken. Gradients of the parameters in ``waiting`` leave it
+    unreduced, of which a plan file says nothing: that is each training's own.
 
     Raises:
         ConfigError: the plan does not fit the mesh.
         PassError: ranks have different settings, or their graphs came out different.
     """
     timings = {} if timings is None else timings
+    spec, written = plan.found or context.plan, plan
+    plan = _waiting(plan, captured, waiting)
     clock = stage_clock(captured.name, timings, context.progress)
     artifacts = ArtifactWriter(context.config.dump_dir if context.mesh.device_mesh.get_rank() == 0 else None)
     costs = cost_model(context.config, context.mesh, context.control, context.warn_once)
@@ -149,10 +158,14 @@ def finish_step(
         with clock("explain"):
             report = replace(report, explanation=_explained(captured, plan, context, context.config.explain))
     _dump(artifacts, captured, partitioned, report)
+    context.planned[captured.name, spec] += 1
     if artifacts.writes:
-        spec = plan.found or context.plan
         recomputes = context.recomputing if isinstance(context.recomputing, str) else None  # a function is in no file
-        artifacts.record(f"{captured.name}/plan", plan_document(captured, plan, spec, context.mesh, recomputes))
+        document = plan_document(captured, written, spec, context.mesh, recomputes)
+        # A training by the file begins as this one did, with the first capture.
+        count = context.planned[captured.name, spec]
+        name = "plan" if count == 1 else f"plan_of_capture_{count}"
+        artifacts.record(f"{captured.name}/{name}", document)
     # In a fake world nobody runs it, unless to rehearse, and the device may not be there.
     runs = context.mesh.backend != "fake" or context.rehearses
     with clock("compile"):
@@ -235,12 +248,22 @@ def _agreed_plan(
 
 
 def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
-    """The plan of the file that the plan was read from, if that was made for this step; else a new one."""
+    """The plan of the file that the plan was read from, if that was made for this step; else a new one.
+
+    Later captures of that step (another batch, other parameters that train) are planned by the file's base and rules.
+
+    Raises:
+        ConfigError: the first capture is of another graph than the file.
+    """
     spec = context.plan
     document = read_plan(spec.file) if spec.file is not None else None
     if document is not None and document["graph"] == captured.name:
         _tell_of_recomputing(spec, context)
-        return restore_plan(document, captured, spec, context.mesh)
+        if not context.planned[captured.name, spec]:
+            return restore_plan(document, captured, spec, context.mesh)
+        kept = kept_plan_of(document, captured, spec, context.mesh)
+        if kept is not None:
+            return kept
     found = context.found.plan_of(captured, context.config.plan, context.mesh)
     if found is not None:
         return found
