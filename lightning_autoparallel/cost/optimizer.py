@@ -13,9 +13,13 @@ ADAMW_MOVES = 7  # tensors of the size of the gradients
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """Bytes that optimizers keep for each byte of a parameter, by its name; AdamW's where ``per_byte`` is None."""
+    """Bytes that optimizers keep for each byte of a parameter, by its name; AdamW's where ``per_byte`` is None.
+
+    They step once in ``micro_batches``, whose gradients add up.
+    """
 
     per_byte: Mapping[str, float] | None = None
+    micro_batches: int = 1
 
     def of(self, name: str) -> float:
         """0 for what no optimizer has."""

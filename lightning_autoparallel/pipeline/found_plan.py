@@ -254,7 +254,8 @@ def find_plan_of(
     before = found.spec, found.document, found.notes, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, followers, layouts)
-    found.state, found.why_unknown = context.control.gather(optimizers)[0]
+    (state, found.why_unknown), micro_batches = context.control.gather((optimizers, context.micro_batches(captured)))[0]
+    found.state = replace(state, micro_batches=micro_batches)
     refused: list[str] = []
     shortfall: Shortfall | None = None
     with context.progress.stage(f"find a plan for {captured.name}"):
@@ -457,7 +458,7 @@ def _of_more(state: OptimizerState, captured: CapturedGraph) -> OptimizerState:
         return state
     most = max(state.per_byte.values(), default=0.0)
     trained = [item.name for item in captured.outputs if item.is_parameter_gradient]
-    return OptimizerState(per_byte={**state.per_byte, **{name: state.of(name) or most for name in trained}})
+    return replace(state, per_byte={**state.per_byte, **{name: state.of(name) or most for name in trained}})
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -113,9 +113,10 @@ def forecast_of(
 
 
 def step_update_us(captured: CapturedGraph, plan: ShardingPlan, costs: CostModel, state: OptimizerState) -> float:
-    """Microseconds that optimizers which keep this ``state`` take behind a planned step."""
+    """Microseconds that optimizers which keep this ``state`` take behind a planned step: a micro-batch's share."""
     trained = stored_bytes(captured, plan, trained_only=True)
-    return sum(update_time_us(size, costs.hardware, state.of(name)) for name, size in trained.items())
+    once_us = sum(update_time_us(size, costs.hardware, state.of(name)) for name, size in trained.items())
+    return once_us / state.micro_batches
 
 
 def stored_bytes(captured: CapturedGraph, plan: ShardingPlan, trained_only: bool = False) -> dict[str, float]:

@@ -54,7 +54,8 @@ class StageContext:
     """What the stages need besides the step: where it runs, how, and whom to tell.
 
     Where it ``rehearses``, steps run in a fake world too. ``earlier_gradients`` says of a captured step what becomes of
-    the gradients that lie on this rank as it begins. ``planned`` counts the captures of a step, by its name and the
+    the gradients that lie on this rank as it begins, ``micro_batches`` how many of it one step of the optimizers is
+    for. ``planned`` counts the captures of a step, by its name and the
     plan in force, that have come as far as a plan.
     """
 
@@ -68,6 +69,7 @@ class StageContext:
     found: FoundPlan = field(default_factory=FoundPlan)
     rehearses: bool = False
     earlier_gradients: Callable[[CapturedGraph], EarlierGradients] = lambda captured: "cleared"
+    micro_batches: Callable[[CapturedGraph], int] = lambda captured: 1
 
     @property
     def plan(self) -> PlanSpec:

@@ -40,11 +40,11 @@ _BLOCKS_AT_ONCE = 2  # that are gathered: one is computed with, the next one is 
 class Lying:
     """One way for a parameter: ``computed`` on the planned axis, ``stored`` dims by the axes that cut it between steps.
 
-    Its gradient ends as ``end``. ``update_us`` is the optimizer's time, and that of taking a rank's part of a gradient
-    of which it has more; ``copied_us`` that of kernels that put together what was gathered along another dim than the
-    first; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the backward
-    takes, to gather again what it reads, if it does, and to reduce the gradient. ``size_bytes`` is what stays on a
-    rank: the parameter, its gradient, what an optimizer keeps of it, and ``gathered_bytes`` that stay until the
+    Its gradient ends as ``end``. ``update_us`` is the optimizer's time, a micro-batch's share of it, and that of taking
+    a rank's part of a gradient of which it has more; ``copied_us`` that of kernels that put together what was gathered
+    along another dim than the first; ``gathered_us`` what gathering takes before the forward, ``reduced_us`` what the
+    backward takes, to gather again what it reads, if it does, and to reduce the gradient. ``size_bytes`` is what stays
+    on a rank: the parameter, its gradient, what an optimizer keeps of it, and ``gathered_bytes`` that stay until the
     backward; ``passing_bytes`` is there beside that while its block is computed.
     """
 
@@ -99,7 +99,7 @@ def free_parameters(
     for node, name in parameters.items():
         gradient = gradients.get(name)
         shared = sharing[fxn.block_of(name)]
-        making = _Ways(axis, batch_axes, mesh, costs, shared, state.of(name), gathered_again)
+        making = _Ways(axis, batch_axes, mesh, costs, shared, state.of(name), state.micro_batches, gathered_again)
         found[node] = FreeParameter(name=name, ways=making.of(node, gradient is not None), gradient=gradient)
     return found
 
@@ -115,10 +115,12 @@ class _Ways:
         costs: CostModel,
         sharing: int,
         state_per_byte: float,
+        micro_batches: int,
         gathered_again: bool,
     ) -> None:
         self._axis, self._batch_axes, self._mesh, self._costs = axis, list(batch_axes), mesh, costs
-        self._sharing, self._state_per_byte, self._gathered_again = sharing, state_per_byte, gathered_again
+        self._sharing, self._state_per_byte, self._micro_batches = sharing, state_per_byte, micro_batches
+        self._gathered_again = gathered_again
 
     def of(self, node: fx.Node, is_trained: bool) -> tuple[Lying, ...]:
         value = node.meta["val"]
@@ -223,7 +225,7 @@ class _Ways:
         """Taking a part of a gradient is a kernel more, whose bytes the next reader is spared."""
         hardware = self._costs.hardware
         has_more = self._axis.name in stored and not self._axis.shards_batch and end.is_replicate()
-        update_us = update_time_us(kept_bytes, hardware, self._state_per_byte)
+        update_us = update_time_us(kept_bytes, hardware, self._state_per_byte) / self._micro_batches
         return update_us + (hardware.kernel_latency_us if has_more else 0.0)
 
     def _reduced_us(self, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:

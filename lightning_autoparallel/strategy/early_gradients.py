@@ -22,7 +22,7 @@ from lightning_autoparallel.lightning_compat import (
     skips_backward,
 )
 
-__all__ = ["earlier_gradients", "free_gradients", "told_of_kept"]
+__all__ = ["earlier_gradients", "free_gradients", "micro_batches", "told_of_kept"]
 
 
 def free_gradients(trainer: Trainer) -> bool:
@@ -59,6 +59,11 @@ def earlier_gradients(
     trained = sum(parameter.requires_grad for parameter in module.parameters())
     held = {id(parameter) for parameter in _held(optimizers) if parameter.requires_grad}
     return "cleared" if len(held) < trained else "freed"
+
+
+def micro_batches(module: LightningModule) -> int:
+    """How many of a training step one step of its optimizers is for; 1 where its own Python decides."""
+    return int(module.trainer.accumulate_grad_batches) if module.automatic_optimization else 1
 
 
 def told_of_kept(module: LightningModule) -> str | None:

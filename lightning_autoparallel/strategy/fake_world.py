@@ -127,6 +127,12 @@ class PlanningStrategy(OneRankStrategy):
             return "kept"  # it takes several micro-batches to get there
         return earlier_gradients(module, self.optimizers, captured.name, self.left_out)
 
+    def _micro_batches(self, module: LightningModule, captured: CapturedGraph) -> int:
+        at_once = global_rows(captured)
+        if self.global_batch_size is not None and at_once:
+            return max(1, self.global_batch_size // at_once)
+        return super()._micro_batches(module, captured)
+
     def _progress_of(self, module: LightningModule) -> StageProgress:
         return self.progress
 

@@ -40,7 +40,7 @@ from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.updates_at_once import updating
 from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
-from lightning_autoparallel.strategy.early_gradients import earlier_gradients
+from lightning_autoparallel.strategy.early_gradients import earlier_gradients, micro_batches
 from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
@@ -81,11 +81,9 @@ class AutoParallelStrategy(SavingStrategy):
         max_captures: how many kinds of batches and branches of a step are captured before it runs in forward mode, or,
             where ``capture="step"`` asks for whole steps only, is captured from the start again.
         dump_dir: where to write graphs before and after each pass, and reports.
-        process_group_backend: NCCL on CUDA and gloo on CPU unless given; ``"cpu:gloo,cuda:nccl"`` names one for each
-            type of device.
+        process_group_backend: NCCL on CUDA, gloo on CPU unless given; ``"cpu:gloo,cuda:nccl"`` has one for each.
         timeout: of collectives, and for ranks to end once another has failed.
-        batch_dims: for leaves whose dim 0 is wrongly taken (or not taken) for the batch: globs over leaf paths to 0
-            or null.
+        batch_dims: globs over leaf paths to 0 or null, for leaves whose dim 0 is wrongly taken (or not) for the batch.
         disabled_passes: graph passes to leave out, by name.
         bucket_mb: megabytes (1e6 bytes, of the gathered or not yet scattered tensor) that collectives of one block
             are merged up to; the size that fills the link unless given.
@@ -280,17 +278,19 @@ class AutoParallelStrategy(SavingStrategy):
             progress=self._progress_of(module),
             rehearses=self.rehearses,
             earlier_gradients=partial(self._earlier_gradients, module),
+            micro_batches=partial(self._micro_batches, module),
         )
-        seed = self._control.gather(torch.initial_seed())[0]
-        self._engine = StepEngine(
-            module=module, context=context, device=self.root_device, batch_dims=self.batch_dims, seed=seed
-        )
+        rows, seed = self.batch_dims, self._control.gather(torch.initial_seed())[0]
+        self._engine = StepEngine(module=module, context=context, device=self.root_device, batch_dims=rows, seed=seed)
         self._engine_precision = precision.precision
         self._place_parameters(self._engine)
         return self._engine
 
     def _earlier_gradients(self, module: LightningModule, captured: CapturedGraph) -> EarlierGradients:
         return earlier_gradients(module, self.optimizers, captured.name)
+
+    def _micro_batches(self, module: LightningModule, captured: CapturedGraph) -> int:
+        return micro_batches(module)
 
     def _progress_of(self, module: LightningModule) -> StageProgress:
         return training_progress(lambda: module.trainer)

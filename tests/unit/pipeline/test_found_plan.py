@@ -121,6 +121,13 @@ def test_gradients_that_add_up_take_room() -> None:
     assert peaks[1] - peaks[0] == alike[0].gradients_bytes
 
 
+def test_an_update_that_comes_once_for_many_micro_batches_counts_once() -> None:
+    """Of parameters that lie whole it takes eight times as long, and nothing else of a step does."""
+    slow = {"base": "h100", "optimizer_gb_per_s": 200.0}
+    one, many = (found(80.0, rows=64, hardware=slow, accumulate_grad_batches=count) for count in (1, 64))
+    assert one.parameters_bytes * 8 == pytest.approx(many.parameters_bytes, rel=0.01)
+
+
 class Ruled(LightningModule):
     """Blocks whose parameters rules place, all of them: only activations may lie otherwise."""
 

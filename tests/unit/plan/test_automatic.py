@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
+from lightning_autoparallel.cost.optimizer import OptimizerState
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx.placements import is_shard, placement_text
+from lightning_autoparallel.pipeline.predict import step_update_us
 from lightning_autoparallel.plan import automatic, axis_choices, make_plan, plan_document, read_plan, restore_plan
 from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.axis_choices import AxisChoices
@@ -349,3 +351,22 @@ def test_rows_that_do_not_divide_are_padded_or_columns_are_put_together_by_a_cop
             one.time_us == way.update_us + way.copied_us
             for one, way in zip(parameter.candidates, parameter.ways, strict=True)
         )
+
+
+def test_a_micro_batch_has_its_share_of_the_update(fake_mesh) -> None:
+    """By hand: AdamW moves seven tensors as large as what a rank keeps, once for four micro-batches."""
+    mesh = fake_mesh(dp_shard=4)
+    graph = captured(Table(), torch.zeros(8, 4, dtype=torch.long), shards=4)
+    placeholders = dict(zip(graph.graph_module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
+    (axis,) = plan_axes("auto", mesh)
+    costs = costs_of(mesh)
+    state = OptimizerState(micro_batches=4)
+    free = free_parameters(graph, placeholders, axis, [axis], mesh, costs, state)
+    bytes_per_us = (costs.hardware.optimizer_gb_per_s or costs.hardware.achieved_gb_per_s) * 1e3
+    for parameter in free.values():
+        for way in parameter.ways:
+            kept = 64 * 16 * 4 / (4 if way.stored else 1)
+            assert way.update_us == pytest.approx(7 * kept / bytes_per_us / 4)
+    plan = planned(mesh, graph)
+    whole_us, share_us = (step_update_us(graph, plan, costs, each) for each in (OptimizerState(), state))
+    assert whole_us == pytest.approx(4 * share_us) and share_us > 0
