@@ -34,14 +34,26 @@ def collective_time_us(kind: str, size_bytes: int, group: GroupShape, hardware: 
     Raises:
         UnsupportedOpError: an unknown kind.
     """
-    if kind not in COLLECTIVES:
-        raise UnsupportedOpError(f"collective {kind!r} has no cost: known are {', '.join(COLLECTIVES)}")
+    _check_known(kind)
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
-    ring_us = latency_us(kind, group, hardware) + size_bytes / (_bytes_per_us(kind, group, hardware))
+    ring_us = latency_us(kind, group, hardware) + moving_time_us(kind, size_bytes, group, hardware)
     if kind != "all_reduce" or kind in _link(group, hardware).kinds:  # what was measured is what the library chose
         return ring_us
     return min(ring_us, _tree_us(size_bytes, group, hardware))
+
+
+def moving_time_us(kind: str, size_bytes: float, group: GroupShape, hardware: HardwareSpec) -> float:
+    """Microseconds that the bytes of a collective take at the least, latency apart: in a ring.
+
+    A tree saves a small all-reduce hops, but moves bytes more slowly: what is launched together with others, and pays
+    for hops once, goes through the ring.
+
+    Raises:
+        UnsupportedOpError: an unknown kind.
+    """
+    _check_known(kind)
+    return 0.0 if group.ranks == 1 else size_bytes / _bytes_per_us(kind, group, hardware)
 
 
 def saturating_bytes(kind: str, group: GroupShape, hardware: HardwareSpec, fraction: float = 0.9) -> int:
@@ -50,12 +62,16 @@ def saturating_bytes(kind: str, group: GroupShape, hardware: HardwareSpec, fract
     Raises:
         UnsupportedOpError: an unknown kind.
     """
-    if kind not in COLLECTIVES:
-        raise UnsupportedOpError(f"collective {kind!r} has no cost: known are {', '.join(COLLECTIVES)}")
+    _check_known(kind)
     if group.ranks == 1:
         return 0
     moving_us = latency_us(kind, group, hardware) * fraction / (1 - fraction)
     return math.ceil(moving_us * _bytes_per_us(kind, group, hardware))
+
+
+def _check_known(kind: str) -> None:
+    if kind not in COLLECTIVES:
+        raise UnsupportedOpError(f"collective {kind!r} has no cost: known are {', '.join(COLLECTIVES)}")
 
 
 def latency_us(kind: str, group: GroupShape, hardware: HardwareSpec) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from lightning_autoparallel.cost.collective import collective_time_us, latency_us, saturating_bytes
+from lightning_autoparallel.cost.collective import collective_time_us, moving_time_us, saturating_bytes
 from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
@@ -69,14 +68,12 @@ class CostModel:
         return collective_time_us(kind, size_bytes, self._shape_of(group_name), self.hardware)
 
     def moving_time_us(self, kind: str, size_bytes: float, group_name: str) -> float:
-        """The same without its latency, which collectives that share a launch pay once.
+        """What its bytes take at the least, without latency, which collectives that share a launch pay once.
 
         Raises:
             UnsupportedOpError: nothing is known of the kind or the process group.
         """
-        group = self._shape_of(group_name)
-        whole_us = collective_time_us(kind, math.ceil(size_bytes), group, self.hardware)
-        return max(0.0, whole_us - latency_us(kind, group, self.hardware))
+        return moving_time_us(kind, size_bytes, self._shape_of(group_name), self.hardware)
 
     def saturating_bytes(self, kind: str, group_name: str, fraction: float = 0.9) -> int:
         """The size (of the larger side) from which a collective reaches ``fraction`` of its group's bandwidth.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_autoparallel.cost import GroupShape, hardware_named
+from lightning_autoparallel.cost import CostModel, GroupShape, hardware_named
 from lightning_autoparallel.cost.collective import (
     COLLECTIVES,
     collective_time_us,
@@ -49,6 +49,22 @@ def test_a_small_all_reduce_over_many_nodes_takes_a_tree():
     tree_us = 10 + 2 * 4 * 5 + 16 * (2 * 15 / 16) / 250 * 2
     assert collective_time_us("all_reduce", 16, group, ROUND) == pytest.approx(tree_us)
     assert collective_time_us("all_reduce", 10**6, group, ROUND) == pytest.approx(10 + 2 * 15 * 5 + 10**6 * 1.875 / 250)
+
+
+@pytest.mark.parametrize("size_bytes", [10**5, 16_800_000, 10**9])
+def test_bytes_that_share_a_launch_take_what_they_take_beside_large_ones(size_bytes):
+    """Also of an all-reduce so small that by itself it takes a tree: what a launch of 10 GB takes more with it."""
+    h100, group = hardware_named("h100"), GroupShape(ranks=64, nodes=8)
+    costs = CostModel(hardware=h100, groups={"all": group})
+    for kind in COLLECTIVES:
+        large, both = (collective_time_us(kind, size, group, h100) for size in (10**10, 10**10 + size_bytes))
+        moving_us = costs.moving_time_us(kind, size_bytes, "all")
+        assert moving_us == pytest.approx(both - large, rel=1e-4)
+        assert 0 < moving_us <= costs.launch_time_us(kind, size_bytes, "all")
+    # 63/64 of the bytes go out and come back through a rank's 8 x 50 GB/s, or its node's switch
+    gb_per_s = min(h100.intra_node.bandwidth_gb_per_s, 8 * h100.inter_node.bandwidth_gb_per_s)
+    by_hand_us = 2 * 63 / 64 * size_bytes / (gb_per_s * 1e3)
+    assert costs.moving_time_us("all_reduce", size_bytes, "all") == pytest.approx(by_hand_us)
 
 
 def test_nothing_to_do_takes_no_time():
