@@ -278,9 +278,12 @@ def _passing_bytes(whole_bytes: float, used_bytes: float, kept_bytes: float, is_
 
 
 def _computed_itemsize(node: fx.Node) -> int:
-    """Bytes of an element in the dtype that a parameter is cast to before anything reads it."""
-    casts = [user.meta["val"].dtype.itemsize for user in node.users if user.target is aten._to_copy.default]
-    return int(min([node.meta["val"].dtype.itemsize, *casts]))
+    """Bytes of an element in the dtype that a parameter is gathered in: that of a cast only where all read the same."""
+    own: torch.dtype = node.meta["val"].dtype
+    is_cast = all(user.target is aten._to_copy.default for user in node.users)
+    read = {user.meta["val"].dtype for user in node.users} if is_cast else {own}
+    narrow = read.pop() if len(read) == 1 else own
+    return min(own.itemsize, narrow.itemsize) if narrow.is_floating_point else own.itemsize
 
 
 def allowed_ways(

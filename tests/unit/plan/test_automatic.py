@@ -370,3 +370,30 @@ def test_a_micro_batch_has_its_share_of_the_update(fake_mesh) -> None:
     plan = planned(mesh, graph)
     whole_us, share_us = (step_update_us(graph, plan, costs, each) for each in (OptimizerState(), state))
     assert whole_us == pytest.approx(4 * share_us) and share_us > 0
+
+
+class Tied(nn.Module):
+    """A table that is looked up as it is and multiplied with in half of its bytes, unless it is only ``multiplied``."""
+
+    def __init__(self, multiplied: bool = False) -> None:
+        super().__init__()
+        self.table, self.multiplied = nn.Embedding(64, 16), multiplied
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values = tokens[..., None].expand(-1, -1, 16).float() if self.multiplied else self.table(tokens)
+        product = nn.functional.linear(values.bfloat16(), self.table.weight.bfloat16())
+        return product.float().square().mean()
+
+
+@pytest.mark.parametrize(("multiplied", "itemsize"), [(True, 2), (False, 4)])
+def test_a_parameter_is_gathered_in_a_dtype_that_all_of_its_readers_have(multiplied, itemsize, fake_mesh) -> None:
+    """By hand: gathered and passing, this block's and the next one's, with the gradient that is not scattered yet."""
+    mesh = fake_mesh(dp_shard=4)
+    graph = captured(Tied(multiplied), torch.zeros(8, 4, dtype=torch.long), shards=4)
+    placeholders = dict(zip(graph.graph_module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
+    (axis,) = plan_axes("auto", mesh)
+    costs = costs_of(mesh)
+    (table,) = free_parameters(graph, placeholders, axis, [axis], mesh, costs).values()
+    rows = next(way for way in table.ways if way.stored == {"dp_shard": 0})
+    assert rows.gathered_us == pytest.approx(costs.launch_time_us("all_gather", 64 * 16 * itemsize, axis.group_name))
+    assert rows.passing_bytes == 2 * 64 * 16 * itemsize + 64 * 16 * 4 * 3 / 4
