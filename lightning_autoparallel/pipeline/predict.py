@@ -24,7 +24,7 @@ from lightning_autoparallel.cost.memory import MemoryTimeline, StepMemory, predi
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState, update_time_us
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import is_shard
+from lightning_autoparallel.fx.placements import local_shape
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.fastest_plan import Forecast
@@ -120,15 +120,15 @@ def step_update_us(captured: CapturedGraph, plan: ShardingPlan, costs: CostModel
 
 
 def stored_bytes(captured: CapturedGraph, plan: ShardingPlan, trained_only: bool = False) -> dict[str, float]:
-    """Bytes of each parameter that lie on a rank between steps, by name."""
+    """Bytes of each parameter that lie on a rank between steps, by name: on that which has most."""
     trained = {item.name for item in captured.outputs if item.is_parameter_gradient}
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
     found = {}
     for node, item in zip(nodes, captured.inputs, strict=True):
         if item.kind == "parameter" and (item.name in trained or not trained_only):
-            pairs = zip(plan.parameters[item.name], plan.axes, strict=True)
-            parts = math.prod(axis.size for placement, axis in pairs if is_shard(placement))
-            found[item.name] = fxn.size_bytes(node.meta["val"]) / parts
+            value = node.meta["val"]
+            local = local_shape(value.shape, plan.parameters[item.name], plan.axes)
+            found[item.name] = float(math.prod(local) * value.element_size())
     return found
 
 

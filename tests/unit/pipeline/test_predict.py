@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_autoparallel.apply import parameter_layouts
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.memory import predict_step_memory
-from lightning_autoparallel.pipeline.predict import around_us, hardware_of_devices, with_predictions
+from lightning_autoparallel.pipeline.predict import around_us, hardware_of_devices, stored_bytes, with_predictions
+from lightning_autoparallel.plan import make_plan
 from tests.unit._graphs import captured, report_of
 from tests.unit.compile.joint import Joint
 from tests.unit.cost._graphs import ROUND, aten
@@ -100,3 +102,17 @@ def test_an_unknown_time_leaves_memory_known():
 def test_tokens_are_matrices_of_indices(batch: dict[str, Tensor], tokens: int | None):
     report, _ = _predicted({}, batch)
     assert (report.samples, report.tokens) == (4, tokens)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_what_is_stored_is_what_the_rank_with_most_keeps(plan: str, fake_mesh) -> None:
+    """As the shards are made: of 5 rows the first of 4 ranks has 2, of a number each has all of it."""
+    module = nn.Linear(8, 5)
+    module.scale = nn.Parameter(torch.ones(()))
+    mesh = fake_mesh(dp_shard=4)
+    graph = captured(module, torch.ones(8, 8), lambda x: (module(x) * module.scale).square().mean(), shards=4)
+    made = make_plan(graph, plan, mesh, print)
+    layouts = parameter_layouts(module, mesh.mesh_of(made.axes), made.axes, made.parameters)
+    most = {name: 4.0 * layout.shard_of(getattr(module, name)).numel() for name, layout in layouts.items()}
+    assert stored_bytes(graph, made) == most
+    assert most["weight"] == (5 if plan == "ddp" else 2) * 8 * 4
