@@ -88,6 +88,11 @@ def node_traffic(node: fx.Node) -> int:
     return _Traffic(call_kind, lambda producer, consumer: not _ends_kernel(producer, "fused")).size_bytes(node, 0)
 
 
+def is_looked_up(argument: fx.Node, reader: fx.Node) -> bool:
+    """Whether of ``argument`` only what ``reader`` looks up is read: as many bytes as it writes, or all if less."""
+    return _packet_name(reader.target) in LOOKUPS and argument is reader.args[0]
+
+
 def _levels(graph: fx.Graph, kinds: Mapping[fx.Node, CallKind]) -> dict[fx.Node, int]:
     levels: dict[fx.Node, int] = {}
     after: dict[fx.Node, int] = {}  # the level of what reads it
@@ -158,9 +163,7 @@ class _Traffic:
                 return 0
             self._read.add((argument, level))
         size = min(self._size_of(argument), self._size_of(source))
-        if _packet_name(reader.target) in LOOKUPS and argument is reader.args[0]:
-            return min(size, self._size_of(reader))
-        return size
+        return min(size, self._size_of(reader)) if is_looked_up(argument, reader) else size
 
     def _are_one(self, producer: fx.Node, reader: fx.Node) -> bool:
         return not producer.all_input_nodes or self._joined(producer, reader)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_autoparallel.cost import GroupShape, HardwareSpec
 from lightning_autoparallel.cost.collective import collective_time_us
 from lightning_autoparallel.cost.compute import share_time_us
-from lightning_autoparallel.cost.fusion import CallKind, call_kind, graph_traffic
+from lightning_autoparallel.cost.fusion import CallKind, call_kind, graph_traffic, is_looked_up
 from lightning_autoparallel.cost.placement import redistribution_kind
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
@@ -141,7 +141,12 @@ def _kind(node: fx.Node) -> CallKind:
 
 def _remaining(node: fx.Node, parts: list[int]) -> float:
     """What part of a call's bytes a rank touches, whose tensors are cut into so many parts."""
-    tensors = [*fxn.values(node), *(argument.meta["val"] for argument in fxn.tensor_arguments(node))]
+    arguments = fxn.tensor_arguments(node)
+    tensors = [*fxn.values(node), *(argument.meta["val"] for argument in arguments)]
     sizes = [0 if tensor is None else fxn.size_bytes(tensor) for tensor in tensors]
+    local = [size / part for size, part in zip(sizes, parts, strict=True)]
+    for place, argument in enumerate(arguments, start=len(tensors) - len(arguments)):
+        if is_looked_up(argument, node):
+            sizes[place], local[place] = min(sizes[place], sizes[0]), min(local[place], local[0])
     touched = sum(sizes)
-    return sum(size / part for size, part in zip(sizes, parts, strict=True)) / touched if touched else 0.0
+    return sum(local) / touched if touched else 0.0

@@ -84,3 +84,27 @@ def test_what_is_sent_beside_a_product_costs_what_that_does_not_hide() -> None:
     assert few.move(Shard(1), R, 4 * 10**6, beside) == pytest.approx(3.0)
     over_gloo = times(graph, backend="gloo", intra_node={"bandwidth_gb_per_s": 1000.0, "latency_us": 0.0})
     assert over_gloo.move(Shard(0), R, 4 * 10**6, beside) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("out", "inputs", "moved_bytes"),
+    [
+        (R, (R, R), 2 * 16_000 + 320),
+        (Shard(0), (R, Shard(0)), (2 * 16_000 + 320) / 4),
+        (Shard(1), (Shard(1), R), 2 * 16_000 / 4 + 320),
+        (P, (Shard(0), R), 2 * 16_000 + 320),
+    ],
+    ids=["whole", "tokens", "columns", "rows"],
+)
+def test_a_look_up_reads_as_many_rows_as_it_writes_of_a_table_of_any_size(out, inputs, moved_bytes) -> None:
+    """40 rows of 100 numbers, of 1000 there are: a rank that has not the row reads another and adds zeros."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        values = torch.empty(1000, 100), torch.zeros(40, dtype=torch.int64)
+        nodes = [graph.placeholder(name) for name in ("table", "tokens")]
+        nodes.append(graph.call_function(aten.embedding.default, tuple(nodes)))
+        for node, value in zip(nodes, (*values, torch.nn.functional.embedding(values[1], values[0])), strict=True):
+            node.meta["val"] = value
+    graph.output((nodes[-1],))
+    candidate = Candidate(outputs=(out,), inputs=inputs, time_us=0.0)
+    assert times(graph).of(nodes[-1], candidate) == pytest.approx(moved_bytes / 1e6)
