@@ -19,6 +19,7 @@ from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import dim_of, is_shard
 from lightning_autoparallel.plan.candidates import Candidate
+from lightning_autoparallel.plan.vocabulary_rules import reduced_inside
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.einsum.default, aten.mm.default, aten.addmm.default, aten.bmm.default}
@@ -50,7 +51,7 @@ class AxisTimes:
         """Microseconds of a rank's part of a call.
 
         It does the share of the FLOPs that its most finely cut tensor is of the whole, and moves as much less as its
-        tensors are smaller.
+        tensors are smaller. What is reduced inside of it is launched beside that.
         """
         if node.op == "placeholder":
             return candidate.time_us
@@ -67,7 +68,18 @@ class AxisTimes:
         parts = [mine * other for mine, other in zip(own, before, strict=True)]
         share = 1 / (max(own, default=1) * max(before, default=1))
         moved = self._traffic[node] * _remaining(node, parts)
-        return share_time_us(node, self._kinds[node], moved, share, self._hardware)
+        computing_us = share_time_us(node, self._kinds[node], moved, share, self._hardware)
+        return computing_us + self._inside_us(node, candidate, before)
+
+    def _inside_us(self, node: fx.Node, candidate: Candidate, before: tuple[int, ...]) -> float:
+        """Of all-reduces that the call is written out with, for which its own kernels wait."""
+        arguments = fxn.tensor_arguments(node)
+        if not arguments:
+            return 0.0
+        first = arguments[0].meta["val"]
+        launches, size_bytes = reduced_inside(node.target, node.args, first, candidate.inputs[0])
+        sent = size_bytes // before[len(candidate.outputs)]
+        return launches * collective_time_us("all_reduce", sent, self._group, self._hardware) if launches else 0.0
 
     def move(self, source: Placement, target: Placement, size_bytes: int, beside: Beside = NOTHING) -> float:
         """Microseconds of redistributing a value that has ``size_bytes`` over all ranks of the axis.

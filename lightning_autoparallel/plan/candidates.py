@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from lightning_autoparallel.contracts import PlanAxis
-from lightning_autoparallel.cost.placement import PlacementRates, local_size_bytes, operator_time_us
+from lightning_autoparallel.cost.placement import (
+    PlacementRates,
+    local_size_bytes,
+    operator_time_us,
+    redistribution_time_us,
+)
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan import attention_rules, einsum_rule, views, vocabulary_rules
 from lightning_autoparallel.plan.rules import RULES, STRIDED_ALREADY, OpCall, Row, same, with_strides
@@ -137,7 +142,18 @@ class CandidateTable:
             1 / (max(mine, default=1) * max(before, default=1)),
             self._hardware,
         )
+        time_us += self._inside_us(row, call, before)
         return Candidate(outputs=outputs, inputs=inputs, time_us=time_us)  # type: ignore[arg-type]
+
+    def _inside_us(self, row: Row, call: OpCall, before: tuple[int, ...]) -> float:
+        """Of all-reduces that the call is written out with."""
+        if not call.inputs:
+            return 0.0
+        outputs, inputs = row
+        launches, size_bytes = vocabulary_rules.reduced_inside(call.op, call.args, call.inputs[0], inputs[0])
+        sent = size_bytes // before[len(outputs)]
+        each_us = redistribution_time_us(Partial("sum"), Replicate(), sent, self._size, self._hardware)
+        return launches * each_us
 
     def _shards(self, placement: Placement | None) -> int:
         return self._size if isinstance(placement, (Shard, StridedShard)) else 1

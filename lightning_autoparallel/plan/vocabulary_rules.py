@@ -6,21 +6,48 @@ A row in which the indexed or normalised dim is sharded means more than running 
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_autoparallel.fx.placements import dim_of, is_shard
 from lightning_autoparallel.plan.rules import OpCall, P, R, Row, S, along, rule, with_strides
 
 aten = torch.ops.aten
+_REDUCED = {aten._log_softmax.default: 2, aten._log_softmax_backward_data.default: 1}  # the maximum and sums, a sum
 
 
 @rule(aten._log_softmax.default, aten._log_softmax_backward_data.default, strided_already=True)
 def log_softmax_rule(call: OpCall) -> list[Row]:
     """Any dim; along the normalised one, the maximum and the sums are reduced inside."""
     rank = call.inputs[0].dim()
-    position = 1 if call.op is aten._log_softmax.default else 2
-    normalised = call.args[position] % max(rank, 1)
+    normalised = call.args[_position(call.op)] % max(rank, 1)
     free = along(call, [dim for dim in range(rank) if dim != normalised])
     return [*with_strides(free, call.split_factors), *along(call, [normalised] if rank else [])]
+
+
+def reduced_inside(op: Any, args: Sequence[Any], value: Tensor, placement: Placement | None) -> tuple[int, int]:
+    """How many all-reduces an operator is written out with, whose first tensor ``value`` lies so, and bytes of each.
+
+    The bytes are those of one number, as wide as sums are, for each row of the global tensor.
+    """
+    launches = _REDUCED.get(op, 0)
+    if not launches or placement is None or not is_shard(placement):
+        return 0, 0
+    normalised = args[_position(op)] % value.dim()
+    if dim_of(placement) != normalised:
+        return 0, 0
+    is_widened = op is aten._log_softmax.default and args[2]
+    itemsize = torch.float32.itemsize if is_widened else value.element_size()
+    return launches, value.numel() // value.shape[normalised] * itemsize
+
+
+def _position(op: Any) -> int:
+    """Of the argument that names the normalised dim."""
+    return 1 if op is aten._log_softmax.default else 2
 
 
 @rule(aten.embedding.default, strided_already=True)

@@ -108,3 +108,29 @@ def test_a_look_up_reads_as_many_rows_as_it_writes_of_a_table_of_any_size(out, i
     graph.output((nodes[-1],))
     candidate = Candidate(outputs=(out,), inputs=inputs, time_us=0.0)
     assert times(graph).of(nodes[-1], candidate) == pytest.approx(moved_bytes / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "launches"),
+    [
+        (aten._log_softmax.default, (1, False), 2),
+        (aten._log_softmax_backward_data.default, (1, torch.float32), 1),
+    ],
+    ids=["forward", "backward"],
+)
+def test_a_cut_vocabulary_has_its_maximum_and_sums_reduced(op, more, launches) -> None:
+    """Of 800 rows one number each, 3200 bytes, 5 us for each launch; a cut of rows sends nothing."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        logits = torch.empty(800, 4000)
+        nodes = [graph.placeholder(name) for name in ("x", "y")][: 1 + (launches == 1)]
+        nodes.append(graph.call_function(op, (*nodes, *more)))
+        for node in nodes:
+            node.meta["val"] = logits
+    graph.output((nodes[-1],))
+    tensors = len(nodes) - 1
+    rows, vocabulary = (Candidate(outputs=(Shard(dim),), inputs=(Shard(dim),) * tensors, time_us=0.0) for dim in (0, 1))
+    of = times(graph, launch_latency_us=5.0).of
+    inside_us = launches * (5 + 2 * 0.75 * 3200 / 1e5)
+    assert of(nodes[-1], vocabulary) - of(nodes[-1], rows) == pytest.approx(inside_us)
+    assert of(nodes[-1], rows) == pytest.approx((tensors + 1) * 800 * 1000 * 4 / 1e6)

@@ -158,3 +158,11 @@ def test_a_rule_that_speaks_of_other_tensors_warns(table, monkeypatch):
     monkeypatch.setattr(module, "rule_rows", lambda *_: [((S(0), S(0)), (S(0),))])
     assert rows(table().of(call(aten.bmm.default, torch.ones(2, 4, 4), torch.ones(2, 4, 4)), (1,))) == [((R,), (R, R))]
     assert len(table.warnings) == 1 and "does not fit the call" in table.warnings[0]
+
+
+def test_a_cut_vocabulary_takes_two_launches_more_than_cut_rows(table):
+    """Of a maximum and a sum of each of 400 rows, in float32: half of 1600 bytes there and back."""
+    node = call(aten._log_softmax.default, torch.ones(400, 800), 1, False)
+    cut = {row.outputs[0]: row.time_us for row in table().of(node, (1,))}
+    each_us = GENERIC.link_latency_us + 2 * 0.5 * 1600 / (GENERIC.link_gb_per_s * 1e3)
+    assert cut[S(1)] - cut[S(0)] == pytest.approx(2 * each_us)
