@@ -15,6 +15,7 @@ from lightning_autoparallel.capture import NoEffects, Watcher, flatten_batch
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CheckpointFunction, PlanReport
+from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.passes import all_passes, check_disabled
@@ -84,6 +85,8 @@ def parallelize(
     bucket_mb: float | None = None,
     decompose_matmuls: str | Mapping[str, Any] = "auto",
     loss_chunks: int | Literal["auto"] = "auto",
+    hardware: str | Mapping[str, Any] | None = None,
+    memory_budget_gib: float | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelModule:
@@ -91,9 +94,9 @@ def parallelize(
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
-    with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing``, ``decompose_matmuls`` and
-    ``loss_chunks`` are as AutoParallelStrategy takes them. ``device`` defaults to the module's, or the CPU for a meta
-    module.
+    with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing``, ``decompose_matmuls``,
+    ``loss_chunks``, ``hardware`` and ``memory_budget_gib`` are as AutoParallelStrategy takes them. ``device`` defaults
+    to the module's, or the CPU for a meta module.
 
     Raises:
         ConfigError: no process group, a mesh that does not fit it, or a sample that does not divide by the batch axes.
@@ -113,7 +116,11 @@ def parallelize(
         bucket_mb=bucket_mb,
         decompose_matmuls=DecomposeSpec.parse(decompose_matmuls),
         loss_chunks=loss_chunks,
+        hardware=hardware,
+        memory_budget_gib=memory_budget_gib,
     )
+    if hardware is not None:
+        hardware_from(hardware)
     check_disabled(config.disabled_passes, all_passes())
     if compile:
         check_compiler(target.type)
