@@ -47,6 +47,10 @@ class InfeasiblePlanError(AutoParallelError):
     """No placement satisfies the plan, its rules or its memory budget."""
 
 
+class SearchTimeError(InfeasiblePlanError):
+    """No placement was found in the time that a search has; there may be one."""
+
+
 class PassError(AutoParallelError):
     """A graph pass was asked for by an unknown name, or left a graph that does not lint."""
 

@@ -23,7 +23,7 @@ from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec, policies_by_
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
-from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError
+from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.calls_of_step import CallsOfStep
 from lightning_autoparallel.pipeline.contest import Contest
@@ -37,6 +37,7 @@ from lightning_autoparallel.pipeline.fastest_plan import (
 from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
 from lightning_autoparallel.pipeline.lighter_plan import CHECKPOINTING, find_lighter
 from lightning_autoparallel.pipeline.memory_budget import budget_bytes
+from lightning_autoparallel.pipeline.not_found import told_of_shards
 from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
 from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, remedies
@@ -215,7 +216,7 @@ def find_plan(
 
     Of several that the solver thinks good, it is the one that is fastest after the passes. What activations take is
     known then: where that leaves less room for parameters than they have, or recomputing more would leave more, it is
-    planned again.
+    planned again. Where the solver finds nothing in its time, steps are planned as before a plan is found.
 
     Raises:
         CaptureError: the step cannot be captured whole, or is another one on another rank.
@@ -232,7 +233,11 @@ def find_plan(
         error = caught
     context.control.raise_together(error)
     assert captured is not None
-    step = find_plan_of(captured, context, followers, layouts, optimizers)
+    try:
+        step = find_plan_of(captured, context, followers, layouts, optimizers)
+    except SearchTimeError as late:  # on all ranks
+        step = None
+        context.warn(told_of_shards(context, f"in time for {request.name}", str(late)))
     context.found.held = HeldStep(request=request, captured=captured, capture_seconds=capturing.seconds, step=step)
 
 
@@ -267,6 +272,9 @@ def find_plan_of(
                 if policy in (kept, policies[0]):
                     return step
                 return find_lighter(captured, context, costs, policies.index(policy), step, within, budget)
+            except SearchTimeError:  # another policy would take as long
+                found.spec, found.document, found.notes, found.policy = None, {}, (), None
+                raise
             except Exception as error:
                 # Parameters lie as they did.
                 found.spec, found.document, found.notes, found.policy = before

@@ -21,6 +21,7 @@ from lightning_autoparallel.cost.optimizer import OptimizerState
 from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.pipeline.found_plan import find_plan_of
+from lightning_autoparallel.pipeline.not_found import told_of_shards
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.staying import left_where_it_is
@@ -53,7 +54,7 @@ def begin_step(engine: StepEngine, step: int, patience: int = 64) -> str | None:
     found.is_open = False
     engine.place_anew()
     if why is not None:
-        return _told(context, why)
+        return told_of_shards(context, "for a training that runs no whole step", why)
     found.remember(engine.module)
     return None
 
@@ -105,12 +106,3 @@ def context_of(context: StageContext, call: StepCall) -> StageContext:
     if not (call.local and call.training and context.found.is_awaited(context)):
         return context
     return replace(context, config=replace(context.config, compile=False))
-
-
-def _told(context: StageContext, reason: str) -> str:
-    idle = [name for name in context.mesh.active(context.mesh.spec.names) if not name.startswith("dp_")]
-    alike = f", and all ranks of {', '.join(idle)} compute the same unless rules say otherwise" if idle else ""
-    return (
-        "autoparallel: plan 'auto' was not found for a training that runs no whole step: parameters lie in shards over "
-        f"all ranks, gathered where they are used, as plan 'fsdp' has them{alike} ({reason})"
-    )

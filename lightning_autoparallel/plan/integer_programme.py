@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
-from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.errors import InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.plan.problem import Limit, Overlap, Problem, Reader, Sizes, Value
 
 GAP = 1e-3  # of the objective, to the bound that is proved
@@ -66,8 +66,8 @@ def solve(
         most_us: of no interest is what takes longer, which ends early, but may be found all the same.
 
     Raises:
-        InfeasiblePlanError: nothing goes together, or not even shares in ``most_us``, or the limit has come before
-            anything was found.
+        InfeasiblePlanError: nothing goes together, or not even shares in ``most_us``.
+        SearchTimeError: the limit has come before anything was found.
     """
     programme = _Programme(problem)
     highs = highspy.Highs()
@@ -168,10 +168,11 @@ def _check_feasible(highs: highspy.Highs, problem: Problem) -> None:
     """Whether anything was found.
 
     Raises:
-        InfeasiblePlanError: nothing was.
+        InfeasiblePlanError: nothing was; a SearchTimeError where its time was up.
     """
     if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        raise InfeasiblePlanError(
+        is_over = highs.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
+        raise (SearchTimeError if is_over else InfeasiblePlanError)(
             f"no plan was found for {len(problem.choices)} choices: HiGHS says "
             f"{highs.modelStatusToString(highs.getModelStatus())!r} after {highs.getRunTime():.1f} s"
         )

@@ -62,7 +62,7 @@ def best_that_fits(problem: Problem) -> Solution:
     Limits are reckoned with only where the fastest of all passes one, as most do not.
 
     Raises:
-        InfeasiblePlanError: none goes together.
+        InfeasiblePlanError: none goes together; a SearchTimeError where none was found in time.
     """
     solution = solve(replace(problem, limits=()))
     if problem.fits(solution.taken):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.config import PlanSpec
+from lightning_autoparallel.plan import integer_programme, memory_room
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.strategy.planning import planning_trainer, run_planning
 from tests.distributed.jobs import Net, Validated, assert_equals_one_device, make_trainer, train
@@ -281,3 +283,17 @@ def test_what_takes_more_than_was_planned_for_is_told(worlds: Worlds) -> None:
     ranks = worlds(2).run(train, Unfreezes, {"dp_shard": 2}, 2)
     assert_equals_one_device(ranks, train(Unfreezes, None), tolerance=1e-4)
     assert ranks[0].said("GiB of a rank as it is now, of 0.045 that it may use: other parameters are trained") == 1
+
+
+def fit_without_time(mesh: Mapping[str, int]) -> Any:
+    def late(problem: Any, *options: Any, **more: Any) -> Any:
+        return integer_programme.solve(problem, time_limit_s=0.0)
+
+    with mock.patch.object(memory_room, "solve", late):
+        return fit(mesh, "auto")
+
+
+def test_a_solver_without_time_ends_no_training(worlds: Worlds) -> None:
+    ranks = worlds(2).run(fit_without_time, {"tp": 2})
+    assert_equals_one_device(ranks, train(Found, None))
+    assert ranks[0].said("plan 'auto' was not found in time for training_step") == 1

@@ -21,7 +21,7 @@ from lightning_autoparallel.pipeline import partitioning, stages
 from lightning_autoparallel.pipeline.contest import Contest
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
-from lightning_autoparallel.plan import other_plans
+from lightning_autoparallel.plan import integer_programme, memory_room, other_plans
 from lightning_autoparallel.strategy.planning import plan
 
 GIB = 2**30
@@ -259,3 +259,24 @@ def test_what_a_step_takes_at_least_it_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert len(seen) > 12
     for least_us, time_us in seen:
         assert time_us is not None and 0.4 * time_us < least_us < 1.001 * time_us
+
+
+def test_where_the_solver_has_no_time_steps_are_planned_as_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in shards over all ranks, gathered where they are used; a budget that nothing fits is an error."""
+    searches: list[int] = []
+
+    def late(problem: Any, *options: Any, **more: Any) -> Any:
+        searches.append(len(problem.choices))
+        return integer_programme.solve(problem, time_limit_s=0.0)
+
+    monkeypatch.setattr(memory_room, "solve", late)
+    said = r"plan 'auto' was not found in time for training_step: .* all ranks of tp compute .* 'Time limit reached'"
+    mesh = {"dp_shard": 4, "tp": 2}
+    with pytest.warns(UserWarning, match=said):
+        report = found(80.0, rows=64, mesh=mesh, activation_checkpointing="auto")
+    rules = {"*": {"tp": "R"}, "stored:*": {"dp_shard": "S(0)", "tp": "S(0)"}}
+    as_before = found(80.0, rows=64, mesh=mesh, plan={"base": "fsdp", "rules": rules})
+    assert len(searches) == 1, "more recomputing would not take less time to solve"
+    assert report.parameters_bytes == as_before.parameters_bytes and report.launches() == as_before.launches()
+    with pytest.raises(InfeasiblePlanError, match="no plan fits"):
+        found(0.01, rows=64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.errors import InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.plan import integer_programme
 from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
@@ -237,3 +237,12 @@ def test_what_takes_too_long_is_no_solution() -> None:
     assert solve(problem, most_us=found.time_us * 1.01).taken == found.taken
     with pytest.raises(InfeasiblePlanError):
         solve(problem, most_us=found.bound_us * 0.9)
+
+
+def test_a_search_without_time_is_told_from_one_that_finds_nothing() -> None:
+    problem = crowded(0)
+    with pytest.raises(SearchTimeError, match="'Time limit reached' after"):
+        solve(problem, time_limit_s=0.0)
+    with pytest.raises(InfeasiblePlanError) as none:
+        solve(problem, most_us=0.0)
+    assert not isinstance(none.value, SearchTimeError)
