@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_autoparallel.errors import CaptureError, ConfigError
+from lightning_autoparallel.torch_compat.viewable import storage_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,13 @@ class BatchLayout:
     """All leaves of a local batch, in flattening order: equal layouts share a captured graph.
 
     ``structure`` spells the containers around them, ``refused`` says why there is no graph; both of module calls only.
+    ``same`` has for each tensor the place of the first that is the same object, and is empty where all are different;
+    ``sharing`` has the places of those that share memory with another one.
     """
 
     leaves: tuple[BatchLeaf, ...]
+    same: tuple[int, ...] = ()
+    sharing: frozenset[int] = frozenset()
     structure: str = ""
     refused: str = ""
 
@@ -69,7 +74,21 @@ def describe_batch(
     """
     overrides = _overrides(batch_dims, [path for path, _ in leaves])
     length = next((leaf.shape[0] for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-    return BatchLayout(leaves=tuple(_leaf(path, leaf, length, overrides) for path, leaf in leaves))
+    same, sharing = one_memory([leaf for _, leaf in leaves if isinstance(leaf, Tensor)])
+    described = tuple(_leaf(path, leaf, length, overrides) for path, leaf in leaves)
+    return BatchLayout(leaves=described, same=same, sharing=sharing)
+
+
+def one_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], frozenset[int]]:
+    """``same`` and ``sharing`` of a layout of these tensors."""
+    first: dict[int, int] = {}
+    same = tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
+    by_storage: dict[int, set[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if same[place] == place and tensor.layout is torch.strided:
+            by_storage.setdefault(storage_of(tensor), set()).add(place)
+    sharing = frozenset().union(*(places for places in by_storage.values() if len(places) > 1))
+    return (same if len(first) < len(tensors) else ()), sharing
 
 
 def _leaf(path: str, leaf: Any, length: int | None, overrides: Mapping[str, int | None]) -> BatchLeaf:

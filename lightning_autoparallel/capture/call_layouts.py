@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
+from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf, one_memory
 from lightning_autoparallel.capture.leaves import flatten_batch, structure_of
 from lightning_autoparallel.contracts import PassedOn
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.viewable import storage_of
 
 _PLAIN = (
     bool,
@@ -36,8 +37,11 @@ def describe_call(batch: Any, device: torch.device, training: bool) -> BatchLayo
     """
     leaves, _ = flatten_batch(batch)
     refusals = (_refusal(path, leaf, device) for path, leaf in leaves)
+    same, sharing = one_memory([leaf for _, leaf in leaves if isinstance(leaf, Tensor)])
     return BatchLayout(
         leaves=tuple(_leaf(path, leaf, training) for path, leaf in leaves),
+        same=same,
+        sharing=sharing,
         structure=structure_of(batch),
         refused=next((refusal for refusal in refusals if refusal), ""),
     )
@@ -84,7 +88,7 @@ def own_results(name: str, results: Sequence[Any], state: Sequence[Tensor], batc
         CaptureError: a result is neither tensor nor plain value, or none is computed.
     """
     positions = {id(tensor): i for i, tensor in enumerate(batch)}
-    taken = {_storage(tensor) for tensor in (*state, *batch)}
+    taken = {storage_of(tensor) for tensor in (*state, *batch)}
     tensors: list[Tensor] = []
     statics: dict[int, Any] = {}
     for i, result in enumerate(results):
@@ -93,8 +97,8 @@ def own_results(name: str, results: Sequence[Any], state: Sequence[Tensor], batc
         elif id(result) in positions:
             statics[i] = PassedOn(position=positions[id(result)])
         else:
-            tensors.append(result.clone() if _storage(result) in taken else result)
-            taken.add(_storage(result))
+            tensors.append(result.clone() if storage_of(result) in taken else result)
+            taken.add(storage_of(result))
     if not tensors:
         raise CaptureError(f"{name} returns no tensor that it computes: there is nothing to capture")
     return OwnResults(tensors, statics)
@@ -129,7 +133,3 @@ def capture_failed(name: str, error: Exception) -> CaptureError:
     if "InputMutationAOTOutput" in str(error):
         return CaptureError(f"{name} changes an argument or a parameter in place; change a copy of it")
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {error}")
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -121,6 +121,7 @@ class _Step(nn.Module):
         if self.state.needs_vector:
             self.state.watcher.vector = given.pop()
         given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
+        given = [given[first] for first in request.layout.same[: len(given)]] or given
         leaves = _merge(self._static_leaves(request), tuple(given))
         self.state.writes.local = request.local
         self.state.inputs = {id(tensor) for tensor in state.values()}
@@ -250,6 +251,11 @@ def _check_outputs(request: StepRequest, export: JointExport, state: StepState) 
                 "(requires_grad_): a captured step has those of parameters only"
             )
     changed = frozenset(position - first for kind, position in outputs if kind == "mutation" and position >= first)
+    for position in sorted(changed & request.layout.sharing):
+        raise CaptureError(
+            f"{_line_of(state, first + position)}: {request.name} changes '{request.layout.tensors[position].path}' in "
+            "place, and another tensor that it is given shares its memory: change a copy of it"
+        )
     if changed:
         raise NeedsClones(changed)
 
@@ -277,7 +283,8 @@ def _with_vector(request: StepRequest) -> StepRequest:
     assert request.state is not None and not request.state.needs_vector, "a part of the step that torch runs again"
     request.state.needs_vector = True
     leaf = BatchLeaf(path=NUMBERS, shape=(MOST_FED,), dtype=torch.float64, batched=False)
-    return dataclasses.replace(request, layout=BatchLayout(leaves=(*request.layout.leaves, leaf)))
+    layout = dataclasses.replace(request.layout, leaves=(*request.layout.leaves, leaf))
+    return dataclasses.replace(request, layout=layout)
 
 
 def _capture(request: StepRequest) -> CapturedGraph:

@@ -102,7 +102,57 @@ class ChangesViews(Forward):
         return F.cross_entropy(scores.sum(1), y)
 
 
-@pytest.mark.parametrize("kind", [PutsIntoArguments, MasksLater, ChangesViews])
+class Attends(nn.Module):
+    """Asks whether it is given one tensor twice, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, query, key):
+        return self.layer(query) if query is key else self.layer(query) + 2 * self.layer(key)
+
+
+class GivesOneTwice(Forward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.net = nn.Linear(6, 6), Attends()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = self.first(x)
+        return F.cross_entropy(self.net(x, x) + self.net(x, x.tanh()), y)
+
+
+class BatchOfOneTwice(Net):
+    """The batch holds one tensor at two places, every other time."""
+
+    def batches(self):
+        return [(x, x if i % 2 else x.clone(), y) for i, (x, y) in enumerate(super().batches())]
+
+    def training_step(self, batch, batch_idx):
+        x, again, y = batch
+        return self.loss((x if x is again else 3 * x, y))
+
+
+class ChangesOneOfTwo(Net):
+    """The usual inputs and targets of a language model: two views of one tensor, one of which is changed."""
+
+    def batches(self):
+        return [(wide[:, :-1], wide[:, 1:], y) for wide, y in self.wide()]
+
+    def wide(self):
+        return [(torch.cat([x, x[:, :1]], 1), y) for x, y in super().batches()]
+
+    def training_step(self, batch, batch_idx):
+        x, shifted, y = batch
+        shifted[:, :2] = 0.5
+        return self.loss((x, y)) + shifted.mean()
+
+
+@pytest.mark.parametrize(
+    "kind", [GivesOneTwice, BatchOfOneTwice, ChangesOneOfTwo, PutsIntoArguments, MasksLater, ChangesViews]
+)
 def test_as_without_us(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None)
     (outcome,) = worlds(1).run(train, kind, ALONE, 1)
