@@ -46,8 +46,9 @@ from lightning_autoparallel.capture.watch import Watcher, is_watched
 from lightning_autoparallel.torch_compat.tracing import is_real
 
 _MODULE_FILES = {sys.modules[nn.Module.__module__].__file__, sys.modules["torch.nn.modules.container"].__file__}
-# Inputs of the graph, or part of what the engine tells variants by.
-_OF_MODULES = {"_parameters", "_buffers", "_modules", "training"}
+# Of the step's own modules: inputs of the graph, or part of what the engine tells variants by.
+_TABLES = ("_parameters", "_buffers", "_modules")
+_OF_MODULES = {*_TABLES, "training"}
 _BACKWARD_HOOKS = {"_backward_hooks", "_backward_pre_hooks"}
 _OWN_FILES = {__file__, *(sys.modules[f"{__package__}.{name}"].__file__ for name in ("instrument", "stand_ins"))}
 # Python's own, of which a step's results do not depend.
@@ -106,6 +107,7 @@ class StateReads:
         self.classes = MetClasses()
         self._instrument = Instrument(self)
         self._own_tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._own_modules = {id(child) for child in module.modules()}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -227,6 +229,7 @@ class StateReads:
             value = original(owner, name)
         except AttributeError:
             self.note(self._place("attribute", owner, name), MISSING)
+            self._note_entry(owner, name)
             raise
         if name not in attributes_of(owner):  # a cached property has filled it by now
             self.note(self._place("attribute", owner, name), MISSING)
@@ -276,6 +279,8 @@ class StateReads:
         if place.identity in self.written or is_watched(value):
             return value
         if isinstance(place.owner, nn.Module) and (place.key in _OF_MODULES or _is_engines(value)):
+            if place.key in _OF_MODULES and id(place.owner) not in self._own_modules:
+                self._note_content(place, value)
             return value
         if place.key in _BACKWARD_HOOKS and isinstance(place.owner, nn.Module) and value:
             raise self.watcher.refuse(f"{_shown_hook(value)} is a backward hook of {place.text[: -len(place.key) - 1]}")
@@ -292,6 +297,17 @@ class StateReads:
             return self._stand_in(place, value)
         self._note_content(place, value)
         return value
+
+    def _note_entry(self, owner: Any, name: str) -> None:
+        """A parameter, buffer or submodule, by its name, of a module that the step's own are not made of."""
+        if not isinstance(owner, nn.Module) or id(owner) in self._own_modules:
+            return
+        tables = {key: attributes_of(owner).get(key, {}) for key in _TABLES}
+        for key in [key for key in tables if name in tables[key]] or _TABLES:
+            value = tables[key].get(name, MISSING)
+            if not isinstance(value, Tensor) or is_real(value):
+                of = self._place("attribute", owner, key)
+                self._note_content(Place("item", of, name, self._place("attribute", owner, name).text), value)
 
     def _tensor(self, place: Place, value: Tensor) -> Tensor:
         if is_real(value):  # others are inputs of the graph, or made by the step
