@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
-import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +38,7 @@ from lightning_autoparallel.capture.plain import (
     is_fixed,
     is_number,
 )
-from lightning_autoparallel.capture.sources import is_engine_file, user_line
+from lightning_autoparallel.capture.sources import is_engine_file, shown_hook, user_line
 from lightning_autoparallel.capture.stand_ins import DictStandIn, ListStandIn
 from lightning_autoparallel.capture.watch import Watcher, is_watched
 from lightning_autoparallel.torch_compat.tracing import is_real
@@ -57,6 +55,8 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _STATEFUL = (GeneratorType, CoroutineType, AsyncGeneratorType, io.IOBase, *_GENERATORS)
 
 
+# What is of one run.
+_OF_RUN = ("written", "changed", "restored", "_stand_ins", "_swapped", "_outside")
 _CACHING_FILE = nn.modules.rnn.__file__  # its layers keep a list of their weights
 
 
@@ -135,6 +135,15 @@ class StateReads:
                 place.write(value)
             containers, attributes = self._restore_containers(), self.classes.undo()
             self.restored = containers or attributes
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Another run is recorded inside; what the last one has written and changed is known again afterwards."""
+        kept = {name: vars(self)[name] for name in _OF_RUN}
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def _note_outside(self) -> None:
         """What the run has put into globals and closures, and in the place of stand-ins, is written at each step."""
@@ -283,7 +292,7 @@ class StateReads:
                 self._note_content(place, value)
             return value
         if place.key in _BACKWARD_HOOKS and isinstance(place.owner, nn.Module) and value:
-            raise self.watcher.refuse(f"{_shown_hook(value)} is a backward hook of {place.text[: -len(place.key) - 1]}")
+            raise self.watcher.refuse(f"{shown_hook(value)} is a backward hook of {place.text[: -len(place.key) - 1]}")
         if isinstance(value, Tensor):
             return self._tensor(place, value)
         if is_number(value) and place.identity in self.numbers:
@@ -470,14 +479,6 @@ def _is_cached_by_torch() -> bool:
 def _is_engines(value: Any) -> bool:
     """Whether a capture has put a function of its own into an object."""
     return isinstance(value, FunctionType) and is_engine_file(value.__code__.co_filename)
-
-
-def _shown_hook(hooks: dict[int, Any]) -> str:
-    """The line of the first of these hooks, and its name."""
-    hook = next(iter(hooks.values()))
-    code = getattr(inspect.unwrap(hook), "__code__", None)
-    line = "?" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-    return f"{line}: {getattr(hook, '__name__', type(hook).__name__)}"
 
 
 def _moves_on_in_c(cls: type) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import traceback
@@ -101,6 +102,14 @@ def _shown(frame: traceback.FrameSummary) -> str:
 def _library_of(filename: str) -> str:
     folder = next(folder for folder in _INSTALLED if folder in filename)
     return filename.rpartition(folder)[2].partition(os.sep)[0].removesuffix(".py")
+
+
+def shown_hook(hooks: dict[int, Any]) -> str:
+    """The line of the first of these hooks, and its name."""
+    hook = next(iter(hooks.values()))
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    line = "?" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return f"{line}: {getattr(hook, '__name__', type(hook).__name__)}"
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from lightning_autoparallel.capture.guards import Difference, StateGuards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
 from lightning_autoparallel.capture.messages import Messages
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
+from lightning_autoparallel.capture.own_backwards import OwnBackwards
 from lightning_autoparallel.capture.places import Place
 from lightning_autoparallel.capture.plain import is_fixed, is_plain
 from lightning_autoparallel.capture.randomness import generators_kept
@@ -65,6 +66,7 @@ class StepState:
         self.messages = Messages(self.watcher)
         self.feeds: dict[int, Place] = {}  # positions of the graph's constants that real steps read anew
         self._calls = StepCalls(self.reads)
+        self.backwards = OwnBackwards(self.reads, self._calls)
         self._changed_at: dict[int, str] = {}  # tensors by identity -> the line that changed them in place
         self.changed_at: dict[int, str] = {}
         self.inputs: set[int] = set()  # parameters and buffers of the run, by identity
@@ -107,8 +109,12 @@ class StepState:
         drawn: list[str] = []
         self.watcher.start()
         self._changed_at.clear()
+        self.backwards.in_step = True
         with generators_kept(drawn), self.messages.held(), self.reads.recording(), self._calls.watching():
-            yield
+            try:
+                yield
+            finally:
+                self.backwards.in_step = False
         if self.watcher.refusal is not None:
             raise self.watcher.refusal
         if drawn:
@@ -132,6 +138,10 @@ class StepState:
         function = REPLACED.get(function, function)
         if not self.reads.on:  # torch runs a part of the step again, or this is no call of the step's
             return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
+        if self.watcher.in_backward:
+            args, kwargs = self._arguments(function, args, kwargs)
+            with self.reads.paused(), self._calls.paused():
+                return (call_with_numbers if has_number(args, kwargs) else _plainly)(function, args, kwargs)
         if function in _DATA and args[0].requires_grad:
             raise self.watcher.refuse(
                 f"{user_line()} goes around autograd (.data) to a parameter or what is computed with one: the "
@@ -268,7 +278,7 @@ class StepState:
         """The step is captured; ``constants`` are what its graph took from outside."""
         self.messages.finish()
         self.reads.see_hooks_as_they_are()
-        self.reads.note_classes(self._calls.seen)
+        self.reads.note_classes(self._calls.seen | self.backwards.seen)
         guarded = []
         for tensor, place in self.reads.tensors.values():
             positions = [i for i, constant in enumerate(constants) if constant is tensor]

@@ -27,6 +27,7 @@ from lightning_autoparallel.capture.traced_blocks import RepeatedBlocks
 from lightning_autoparallel.capture.watch import MOST_FED, NeedsClones, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.torch_compat.autograd import backwards_inside
 from lightning_autoparallel.torch_compat.block_operators import UnrepeatableBackwardError
 from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
 from lightning_autoparallel.torch_compat.distributions import unchecked_distributions
@@ -343,6 +344,7 @@ def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
     with (
         record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
+        backwards_inside(state.backwards.around),
         visible_checkpoint_regions(),
         pretend_compiling(),
         mkldnn_off(),

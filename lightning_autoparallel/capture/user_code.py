@@ -80,6 +80,16 @@ class StepCalls:
         finally:
             sys.setprofile(before)
 
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Torch has called code of the user's."""
+        before = sys.getprofile()
+        sys.setprofile(self._hook())
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
     def named(self, names: Collection[str]) -> tuple[str, str] | None:
         """The line of a function that the run has called and that has one of ``names`` in it, and that name."""
         for code in self.seen if names else ():

@@ -95,6 +95,7 @@ class Watcher:
         self.fed: dict[str, Watched] = {}
         self.vector: Tensor | None = None
         self.uses = 0
+        self.in_backward = False  # a backward of the user's runs
         self.refusal: CaptureError | None = None
 
     def refuse(self, message: str) -> CaptureError:
@@ -108,6 +109,11 @@ class Watcher:
 
     def at_place(self, place: Place, value: Any) -> Watched:
         """The stand-in for the number that was found there."""
+        if self.in_backward:
+            raise self.refuse(
+                f"{user_line()} reads {place.text} when the backward runs, where a number cannot be an input: keep "
+                "it in ctx in the forward"
+            )
         known = [name for name, other in self.places.items() if other.identity == place.identity]
         name = known[0] if known else _unique(place.text, self.counters)
         self.places[name] = place

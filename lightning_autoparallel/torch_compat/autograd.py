@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -19,6 +23,26 @@ def release_saved_tensors(ctx: Any) -> None:
     Undocumented, but what AOTAutograd does: otherwise every saved tensor lives until the whole backward is done.
     """
     ctx.maybe_clear_saved_tensors()
+
+
+@contextlib.contextmanager
+def backwards_inside(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Each backward of an ``autograd.Function`` is run in ``around(its backward, or vjp)``."""
+
+    def told(original: Any) -> Callable[..., Any]:
+        def apply(self: Any, *gradients: Any) -> Any:
+            cls = self._forward_cls
+            has_vjp = cls.vjp is not torch.autograd.Function.vjp
+            with around(cls.vjp if has_vjp else cls.backward):
+                return original(self, *gradients)
+
+        return apply
+
+    with contextlib.ExitStack() as stack:
+        for name in ("apply", "apply_boxed"):  # the second is of newer versions of torch
+            if name in vars(BackwardCFunction):
+                stack.enter_context(mock.patch.object(BackwardCFunction, name, told(vars(BackwardCFunction)[name])))
+        yield
 
 
 @dataclass(frozen=True)
