@@ -1,4 +1,4 @@
-"""Draws that the graph does not make: generators are compared before and after a run of the step, and put back."""
+"""Draws that no graph makes: generators are compared before and after a capture, or a run in it, and put back."""
 
 from __future__ import annotations
 

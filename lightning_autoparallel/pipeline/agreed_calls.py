@@ -40,15 +40,17 @@ def check_agreement(
 ) -> None:
     """Whether every rank is about to run variant number ``variant`` of a call, on a batch of one kind.
 
-    ``taken`` is what a captured step takes from outside of its batch.
+    ``taken`` is what a captured step takes from outside of its batch; of a call, the number of its draws.
 
     Raises:
         AutoParallelError: on all ranks, if one is not.
     """
+    now = repr((state, layout.same, sorted(layout.sharing)))
+    fed = taken.fed if taken is not None else ""
     if call.local:
         batch = f"{layout} in {layout.structure}"
         mine = StepIdentity(
-            name=call.name, batch=batch, shapes={}, values={}, variant=variant, module_state=repr(state)
+            name=call.name, batch=batch, shapes={}, values={}, variant=variant, module_state=now, fed=fed
         )
         check_same_call(context.control, mine)
         if layout.refused:
@@ -65,8 +67,8 @@ def check_agreement(
             shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
             values=values,
             variant=variant,
-            module_state=repr(state),
-            fed=taken.fed if taken is not None else "",
+            module_state=now,
+            fed=fed,
             buffers=taken.buffers if taken is not None else {},
         ),
     )

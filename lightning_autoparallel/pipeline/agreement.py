@@ -235,7 +235,7 @@ def check_same_call(control: ControlGroup, mine: StepIdentity) -> None:
         RanksDifferError: the same call, on arguments of different shapes or values.
         OtherRankError: ranks call different modules, or one of them has stopped.
         ConfigError: they call one module in different states.
-        CaptureError: they took different branches in the module.
+        CaptureError: they took different branches in the module, or draw other random numbers in it.
     """
     if control.agrees(repr(mine)):
         return
@@ -250,6 +250,13 @@ def check_same_call(control: ControlGroup, mine: StepIdentity) -> None:
                 f"{theirs.batch}"
             )
     _check_same_state(everyone)
+    for rank, theirs in enumerate(everyone):
+        if theirs.variant == first.variant and theirs.fed != first.fed:
+            raise CaptureError(
+                f"{first.name} draws the random numbers of an earlier call again on one of the ranks 0 and {rank}, and "
+                "new ones on the other, and ranks compute parts of one call: restore or seed torch's generator on all "
+                "of them alike"
+            )
     raise CaptureError(f"ranks took different branches in {first.name}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from lightning_autoparallel.capture import (
     ragged_part,
     row_positions,
 )
+from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
 from lightning_autoparallel.errors import (
     CaptureError,
@@ -63,7 +64,7 @@ from lightning_autoparallel.pipeline.local_calls import call_state, named_state,
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
-from lightning_autoparallel.pipeline.seeds import generators_at
+from lightning_autoparallel.pipeline.seeds import Draws
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
@@ -83,15 +84,14 @@ from lightning_autoparallel.plan.planner import plan_axes
 
 @dataclass
 class StepEngine:
-    """Holds one module's captured steps; ``draws`` numbers the steps that drew random numbers, for their seeds."""
+    """Holds one module's captured steps; ``draws`` has the seeds of those that draw random numbers."""
 
     module: nn.Module
     context: StageContext
     device: torch.device
     traced_on: torch.device | None = None  # where a step's tensors lie that is only planned, unless it is ``device``
     batch_dims: int | Mapping[str, int | None] | None = None
-    seed: int = 0
-    draws: int = 0
+    draws: Draws = field(default_factory=Draws)
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     reports: dict[str, PlanReport] = field(default_factory=dict)
     replacements: Replacements = field(default_factory=Replacements)
@@ -117,15 +117,6 @@ class StepEngine:
     def constants(self) -> list[Tensor]:
         """Tensors that captured steps were found to make out of nothing."""
         return [value for known in self._variants.values() for variant in known for value in variant.step.constants]
-
-    @property
-    def random_state(self) -> dict[str, int]:
-        """What the next random draws follow from: kept in checkpoints, so that a resumed run draws on."""
-        return {"seed": self.seed, "draws": self.draws}
-
-    @random_state.setter
-    def random_state(self, state: Mapping[str, int]) -> None:
-        self.seed, self.draws = state.get("seed", self.seed), state.get("draws", self.draws)
 
     def shard_parameters(self, given: Container[str] = ()) -> None:
         """Make every parameter a DTensor of its planned placement on the engine's device; meta ones are initialised.
@@ -279,7 +270,7 @@ class StepEngine:
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
             if self.context.found.is_due(self.context, call):
-                with errors_of_the_step():
+                with errors_of_the_step(), generators_kept([]):
                     request = self.request(call, layout, leaves, rebuild, counters)
                     moving = followers(self.module, self.optimizers())
                     state = optimizer_state(self.optimizers(), {**names_by_id(self.module), **self.stand_ins()})
@@ -300,8 +291,14 @@ class StepEngine:
         return known[index]
 
     def _taken(self, call: StepCall, variant: Variant, found: Mapping[str, Any]) -> Taken | None:
-        """What a step takes from outside of its batch, None where ranks need not take the same."""
-        if call.local or self.modes is None or self.context.control.alone:
+        """What a step takes from outside of its batch, or which draws a call makes; None where ranks need not agree."""
+        if self.context.control.alone:
+            return None
+        if call.local:
+            shares = self.context.mesh.device_mesh.size() != self.context.mesh.data_parallel_size
+            draws = shares and variant.step.has_random_ops
+            return Taken(str(self.draws.next_of_call(self.device)), {}) if draws else None
+        if self.modes is None:
             return None
         return Taken(variant.fed(found), self.buffers.changes(self.modes.buffers, variant.read_buffers))
 
@@ -360,7 +357,7 @@ class StepEngine:
     ) -> Variant:
         counts = self._say_capture(call, layout, known)
         request = planned or self.request(call, layout, leaves, rebuild, counters)
-        with errors_of_the_step():
+        with errors_of_the_step(), generators_kept([]):
             step = build_step(request, context_of(self.context, call), waiting := self._waiting(call))
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
         if self.deferred.active and call.training:
@@ -475,12 +472,9 @@ class StepEngine:
             "shapes (pad_to_multiple_of for lengths, drop_last=True for rows), or raise max_captures"
         )
 
-    @contextlib.contextmanager
-    def seeded(self, step: CompiledStep) -> Iterator[None]:
-        """Random draws of a step differ between batch shards and steps, and leave the user's generators alone."""
+    def seeded(self, step: CompiledStep, local: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Random draws differ between batch shards and runs; those of a ``local`` call follow torch's generator."""
         if not step.has_random_ops:
-            yield
-            return
-        self.draws += 1
-        with generators_at(f"{self.seed} {self.draws} {self.context.mesh.data_parallel_rank}", self.device):
-            yield
+            return contextlib.nullcontext()
+        run = self.draws.of_call if local else self.draws.of_step
+        return run(self.context.mesh.data_parallel_rank, self.device)

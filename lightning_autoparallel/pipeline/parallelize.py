@@ -22,6 +22,7 @@ from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine
 from lightning_autoparallel.pipeline.same_order import check_same_plan
+from lightning_autoparallel.pipeline.seeds import Draws
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.traced import TracedCalls, call_traced
 
@@ -127,7 +128,7 @@ def parallelize(
     built = mesh if isinstance(mesh, ParallelMesh) else build_mesh(MeshSpec.from_mapping(mesh), target.type)
     context = StageContext(mesh=built, config=config, control=ControlGroup(timeout), warn=_warn)
     seed = context.control.gather(torch.initial_seed())[0]
-    engine = StepEngine(module=module, context=context, device=target, batch_dims=batch_dims, seed=seed)
+    engine = StepEngine(module=module, context=context, device=target, batch_dims=batch_dims, draws=Draws(seed))
     check_same_plan(config.plan, context.control)
     engine.shard_parameters()
     parallel = ParallelModule(module, engine)

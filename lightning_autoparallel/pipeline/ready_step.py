@@ -46,7 +46,7 @@ class ReadyStep:
         numbers, found = state.values({**self.counters, **static_leaves(self.leaves)}), state.writes.prepare()
         parameters, buffers = self._state()
         inputs = [*parameters, *buffers.values(), *self._given(numbers)]
-        with self.engine.seeded(self.variant.step), around():
+        with self.engine.seeded(self.variant.step, self.call.local), around():
             step, layouts = self.variant.at_this_step(), self.variant.layouts
             results = run_step(step, inputs, layouts, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)

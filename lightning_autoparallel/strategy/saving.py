@@ -184,7 +184,7 @@ class SavingStrategy(WorldStrategy):
         """
         self.wait_for_checkpoint()
         path = self.broadcast(str(filepath))
-        random_state = {} if self._engine is None else self._engine.random_state
+        random_state = {} if self._engine is None else self._engine.draws.state
         found = None if self._engine is None else self._engine.context.found.for_checkpoints
         if found is not None and "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, FOUND_PLAN: found}
@@ -282,7 +282,7 @@ class SavingStrategy(WorldStrategy):
             checkpoint, random_state = load_sharded_model(self._folder, module, module.strict_loading, weights_only)
         found = checkpoint.pop(FOUND_PLAN, None)
         if self._engine is not None:
-            self._engine.random_state = random_state
+            self._engine.draws.state = random_state
             self._engine.context.found.from_checkpoint = found
         return checkpoint
 

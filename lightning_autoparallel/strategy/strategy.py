@@ -33,7 +33,7 @@ from lightning_autoparallel.lightning_compat import (
     refuse_other_flavour,
 )
 from lightning_autoparallel.passes import all_passes, check_disabled
-from lightning_autoparallel.pipeline import StepEngine
+from lightning_autoparallel.pipeline import Draws, StepEngine
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
@@ -280,8 +280,8 @@ class AutoParallelStrategy(SavingStrategy):
             earlier_gradients=partial(self._earlier_gradients, module),
             micro_batches=partial(self._micro_batches, module),
         )
-        rows, seed = self.batch_dims, self._control.gather(torch.initial_seed())[0]
-        self._engine = StepEngine(module=module, context=context, device=self.root_device, batch_dims=rows, seed=seed)
+        rows, draws = self.batch_dims, Draws(self._control.gather(torch.initial_seed())[0])
+        self._engine = StepEngine(module=module, context=context, device=self.root_device, batch_dims=rows, draws=draws)
         self._engine_precision = precision.precision
         self._place_parameters(self._engine)
         return self._engine

@@ -25,3 +25,15 @@ def restore_generators(states: dict[str, Tensor]) -> str | None:
                 moved = name
                 torch.set_rng_state(states[name]) if name == "cpu" else torch.cuda.set_rng_state(states[name], name)
     return moved
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of the device's generator, on the host; the device is not waited for."""
+    with _disable_current_modes():
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def move_generator(device: torch.device) -> None:
+    """Draw one number from the device's generator."""
+    with _disable_current_modes():
+        torch.empty((), dtype=torch.int64, device=device).random_()
