@@ -79,16 +79,23 @@ class OwnResults(NamedTuple):
     statics: Mapping[int, Any]
 
 
-def own_results(name: str, results: Sequence[Any], state: Sequence[Tensor], batch: Sequence[Tensor]) -> OwnResults:
-    """``results`` sorted: no two tensors share memory with each other, or with ``state`` or ``batch``.
+def own_results(
+    name: str,
+    results: Sequence[Any],
+    parameters: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    batch: Sequence[Tensor],
+) -> OwnResults:
+    """``results`` sorted: no two tensors share memory with each other, or with what was given.
 
-    A tensor of the batch that is returned as it is is passed on; views of what was given are copied.
+    A tensor of the batch that is returned as it is is passed on; views of the batch and of parameters are copied.
 
     Raises:
-        CaptureError: a result is neither tensor nor plain value, or none is computed.
+        CaptureError: a result is neither tensor nor plain value, or a buffer, or none is computed.
     """
     positions = {id(tensor): i for i, tensor in enumerate(batch)}
-    taken = {storage_of(tensor) for tensor in (*state, *batch)}
+    taken = {storage_of(tensor) for tensor in (*parameters, *buffers, *batch)}
+    kept = {storage_of(tensor) for tensor in buffers}
     tensors: list[Tensor] = []
     statics: dict[int, Any] = {}
     for i, result in enumerate(results):
@@ -96,6 +103,11 @@ def own_results(name: str, results: Sequence[Any], state: Sequence[Tensor], batc
             statics[i] = _plain_result(name, result)
         elif id(result) in positions:
             statics[i] = PassedOn(position=positions[id(result)])
+        elif storage_of(result) in kept:
+            raise CaptureError(
+                f"{name} returns a buffer or a view of one: a graph would return a copy, and what is written into it "
+                "would be lost; return what is computed, and read the buffer where it is"
+            )
         else:
             tensors.append(result.clone() if storage_of(result) in taken else result)
             taken.add(storage_of(result))

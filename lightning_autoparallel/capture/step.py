@@ -159,7 +159,8 @@ class _Step(nn.Module):
         leaves, self.output_spec = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if request.local:
-            tensors, statics = own_results(request.name, leaves, state, batch)
+            count = len(request.parameters)
+            tensors, statics = own_results(request.name, leaves, state[:count], state[count:], batch)
             self.static_outputs = dict(statics)
         else:
             others = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}

@@ -102,6 +102,30 @@ class ChangesViews(Forward):
         return F.cross_entropy(scores.sum(1), y)
 
 
+class Remembers(nn.Module):
+    """Returns its memory, which the step fills, beside what it computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("memory", torch.zeros(8, 3))
+
+    def forward(self, x):
+        return self.layer(x) + self.memory, self.memory
+
+
+class FillsAMemory(Forward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Remembers()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores, memory = self.net(x)
+        memory.copy_(scores.detach())
+        return F.cross_entropy(scores, y)
+
+
 class Attends(nn.Module):
     """Asks whether it is given one tensor twice, as attention does."""
 
@@ -155,7 +179,7 @@ class ChangesOneOfTwo(Net):
 
 
 @pytest.mark.parametrize(
-    "kind", [GivesOneTwice, BatchOfOneTwice, ChangesOneOfTwo, PutsIntoArguments, MasksLater, ChangesViews]
+    "kind", [FillsAMemory, GivesOneTwice, BatchOfOneTwice, ChangesOneOfTwo, PutsIntoArguments, MasksLater, ChangesViews]
 )
 def test_as_without_us(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None)
