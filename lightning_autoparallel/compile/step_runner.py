@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
 from lightning_autoparallel.torch_compat.dtensors import laid_out_like, part_of
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
+from lightning_autoparallel.torch_compat.viewable import storage_of
 
 
 class Layout(Protocol):
@@ -86,8 +87,7 @@ class _StepFunction(torch.autograd.Function):
             produced = list(step.forward(everything))
         count = _results(step)
         values = produced[count:]
-        saved = {tensor.untyped_storage().data_ptr() for tensor in (*kept, *values)}
-        results = [_no_view(result, saved) for result in _distinct(produced[:count])]
+        results = [_no_view(result, (*kept, *values)) for result in _distinct(produced[:count])]
         ctx.save_for_backward(*kept, *values)
         ctx.step, ctx.layouts = step, layouts
         ctx.again, ctx.inputs = again, () if again is None else inputs
@@ -206,14 +206,14 @@ def _distinct(results: list[Tensor]) -> list[Tensor]:
     return distinct
 
 
-def _no_view(result: Tensor, saved: Collection[int]) -> Tensor:
+def _no_view(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
     """The result as a tensor that may be changed in place: of its own, unless its memory is ``saved``, else a copy.
 
     Autograd refuses to change views that a function of its has made.
     """
-    if not result._is_view():
+    if not result._is_view() or active_fake_mode() is not None:
         return result
-    if result.untyped_storage().data_ptr() in saved:
+    if storage_of(result) in map(storage_of, saved):
         return result.clone()
     alone = result.new_empty(0)
     return alone.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())  # type: ignore[call-overload,no-any-return]
