@@ -319,8 +319,9 @@ def _all(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool =
 
 
 def _how_many(flags: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
+    counted = flags.to(torch.int64)
     dims = list(range(flags.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    return aten.sum.dim_IntList(flags.to(torch.int64), dims, keepdim)
+    return aten.sum.dim_IntList(counted, dims, keepdim) if dims else counted  # a sum over no dims is over all
 
 
 def planning_decompositions() -> Decompositions:

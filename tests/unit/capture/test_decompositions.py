@@ -175,6 +175,30 @@ def test_random_numbers_of_all_sizes(dtype):
     assert {numbers.dtype for numbers in drawn} == {dtype} and means[1] == pytest.approx(means[0], rel=0.05)
 
 
+FLAGS = torch.tensor([[[1.0, 0.0], [torch.inf, -0.0]], [[0.0, 0.0], [2.0, -3.0]]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int64], ids=str)
+@pytest.mark.parametrize("name", ["any", "all"])
+def test_truth_values_along_dims(name, dtype):
+    """As torch has it, whose sum over a list of no dims is over all of them, and whose truth is over none."""
+    operator, flags = getattr(aten, name), FLAGS.clamp(0, 5).to(dtype) if dtype != torch.float32 else FLAGS
+    compare(operator.default, flags)
+    compare(operator.default, flags[0, 0, 0])
+    compare(operator.default, flags[:0])
+    compare(operator.dim, flags, -1, True)
+    compare(operator.dim, flags, 0)
+    for dims in ([0, 2], [-1], [], None):
+        compare(operator.dims, flags, dims)
+        compare(operator.dims, flags, dims, True)
+
+
+def test_what_is_no_number_is_true():
+    assert TABLE[aten.any.default](torch.tensor([0.0, torch.nan])) and TABLE[aten.all.default](
+        torch.tensor([torch.nan])
+    )
+
+
 LOGITS, CLASSES = torch.randn(6, 4), torch.tensor([0, 3, -100, 1, -100, 2])
 LOG_P, WEIGHT = LOGITS.log_softmax(1), torch.rand(4) + 0.5
 A, B = torch.randn(4, 5), torch.rand(4, 5)
