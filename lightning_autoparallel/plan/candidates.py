@@ -25,9 +25,8 @@ from lightning_autoparallel.torch_compat.sharding import StridedShard, has_rule,
 from lightning_autoparallel.torch_compat.tracing import unset_fake_temporarily
 
 _RULE_FILES = (attention_rules, einsum_rule, views, vocabulary_rules)  # importing them registers their rules
-aten = torch.ops.aten
 # Torch's rules give partial sums on as if these were linear: they read bits, leave NaNs out, or take powers.
-_NOT_LINEAR = {aten.view.dtype, aten.nansum.default, aten.linalg__powsum.default}
+_NOT_LINEAR = {"aten.view.dtype", "aten.nansum.default", "aten.linalg__powsum.default"}  # not every torch has all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,7 @@ def _key(node: fx.Node, split_factors: tuple[int, ...]) -> Any:
 
 def _is_wrong(op: Any, row: Row) -> bool:
     """Whether a row of torch's says of an operator that it is linear, which is not."""
-    return op in _NOT_LINEAR and any(placement is not None and placement.is_partial() for placement in row[1])
+    return str(op) in _NOT_LINEAR and any(placement is not None and placement.is_partial() for placement in row[1])
 
 
 def _pairs(row: Row, call: OpCall) -> list[tuple[Placement | None, Tensor | None]]:
