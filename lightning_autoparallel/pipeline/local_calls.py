@@ -23,13 +23,13 @@ def records_gradients(owner: nn.Module, arguments: Sequence[Any]) -> bool:
 def call_state(owner: nn.Module, training: bool, device: torch.device) -> Any:
     """What besides the arguments changes the graph.
 
-    Modes, frozen parameters, names that hold a tensor now, whether autograd records, autocast.
+    Modes, frozen parameters, names in each submodule that hold a tensor now, whether autograd records, autocast.
     """
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     tables = (table for submodule in owner.modules() for table in (submodule._parameters, submodule._buffers))
     return (
-        tuple(name for table in tables for name, tensor in table.items() if tensor is not None),
+        tuple(tuple(name for name, tensor in table.items() if tensor is not None) for table in tables),
         tuple(submodule.training for submodule in owner.modules()),
         tuple(parameter.requires_grad for parameter in owner.parameters()),
         training,
