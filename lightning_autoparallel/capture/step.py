@@ -122,7 +122,7 @@ class _Step(nn.Module):
         if self.state.needs_vector:
             self.state.watcher.vector = given.pop()
         given = [leaf.clone() if i in self.state.clones else leaf for i, leaf in enumerate(given)]
-        given = [given[first] for first in request.layout.same[: len(given)]] or given
+        given = [given[first] for first in request.layout.same] or given
         leaves = _merge(self._static_leaves(request), tuple(given))
         self.state.writes.local = request.local
         self.state.inputs = {id(tensor) for tensor in state.values()}

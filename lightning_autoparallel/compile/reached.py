@@ -10,7 +10,7 @@ from torch import fx
 from lightning_autoparallel.contracts import CapturedGraph
 
 _KEPT = "gradients_by_result"
-Gradient = tuple[str | None, str]  # the kind and the name of the input that it is of
+Gradient = tuple[str, str]  # the kind and the name of the input that it is of
 
 
 def reached_gradients(captured: CapturedGraph, given: Collection[int]) -> frozenset[Gradient]:

@@ -29,6 +29,7 @@ _KINDS = {
 }
 # An operator's own hash is computed in Python, and this is asked of every call again and again.
 _KIND_BY_ID = {id(target): kind for target, kind in _KINDS.items()}
+
 # Views that show all of their input: computing one again costs nothing and keeps no more memory alive.
 _VIEWS_OF_ALL = {
     aten.view.default,

@@ -66,6 +66,7 @@ class _Call:
     updates: nn.Module | None = None
     line: str = "?"
 
+    @functools.cached_property
     def slots(self) -> list[int]:
         """The tensors that it takes."""
         leaves, _ = tree_flatten((self.args, dict(self.kwargs)))
@@ -73,7 +74,7 @@ class _Call:
 
     def is_whole(self, whole: Sequence[bool]) -> bool:
         """Whether all of these are equal on all ranks, as ``whole`` says of each."""
-        return all(whole[slot] for slot in self.slots())
+        return all(whole[slot] for slot in self.slots)
 
 
 class LightningEffects:
@@ -131,8 +132,8 @@ class LightningEffects:
 
     def metrics(self) -> list[tuple[nn.Module, bool]]:
         """The metrics that the recorded calls update, and whether with 0-dim tensors only."""
-        updates = [(call.updates, all(self._tensors[slot].dim() == 0 for slot in call.slots())) for call in self._calls]
-        return [(metric, of_numbers) for metric, of_numbers in updates if metric is not None]
+        updates = [(metric, call) for call in self._calls if (metric := call.updates) is not None]
+        return [(metric, all(self._tensors[slot].dim() == 0 for slot in call.slots)) for metric, call in updates]
 
     def check(self, whole: Sequence[bool], rows: RowsOfBatch) -> None:
         """Whether a replay with such values will go through, before anything runs.
@@ -142,8 +143,8 @@ class LightningEffects:
         """
         alone = not (rows.common and rows.some_own)  # else one rank counts, or metrics cover everything already
         if self._whole_batch and alone:
-            updates = [(call.updates, rows.common or call.is_whole(whole), call.line) for call in self._calls]
-            self._scopes.check((metric, covers, line) for metric, covers, line in updates if metric is not None)
+            updates = [(metric, call) for call in self._calls if (metric := call.updates) is not None]
+            self._scopes.check((metric, rows.common or call.is_whole(whole), call.line) for metric, call in updates)
 
     def replay(
         self,

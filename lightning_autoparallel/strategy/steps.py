@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_autoparallel.capture import Watcher
@@ -50,7 +50,7 @@ class LightningSteps:
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self._logged_as: LoggedAs = {}
-        self._updated: dict[str, dict[int, tuple[nn.Module, bool]]] = {}  # metrics, by step
+        self._replayed: dict[str, dict[int, LightningEffects]] = {}  # of each step, by identity
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
         self._accumulates = False
@@ -210,9 +210,7 @@ class LightningSteps:
             # Of the variant that ran: the engine's reports are of the last one that was captured.
             self.launches.predicted = result.step.report.launches()
         self.modes[name] = "step"
-        self._updated.setdefault(name, {}).update(
-            {id(metric): (metric, of_numbers) for metric, of_numbers in effects.metrics()}
-        )
+        self._replayed.setdefault(name, {})[id(effects)] = effects
         effects.replay(result.effect_tensors, result.effect_whole, result.numbers, rows)
         return without_spare(result.output, args[0], rows, lambda tensor: result.row_dims.get(id(tensor)))
 
@@ -225,6 +223,7 @@ class LightningSteps:
             'go, and captured again where it is needed, which takes time; capture="auto" runs such a step\'s own Python'
         )
         self._engine.forget(name)
+        self._replayed.pop(name, None)
         return self._run_captured(name, args, around, rows)
 
     def _climb_down(self, name: str, error: Exception) -> None:
@@ -242,7 +241,8 @@ class LightningSteps:
             raise error
         self.modes[name] = "forward"
         as_if_plainly_logged(self._trainer, self._logged_as, self._scopes.shards)
-        self._scopes.leave_whole(self._updated.pop(name, {}).values())
+        for effects in self._replayed.pop(name, {}).values():
+            self._scopes.leave_whole(effects.metrics())
         self._notice(
             f"autoparallel: {name} runs in forward mode: {reason}. Its Python runs at every step on each rank's rows, "
             "as under DDP: the loss is that of these rows, and what is captured is what its modules compute"
