@@ -19,7 +19,7 @@ from lightning_autoparallel.cost.optimizer import ADAMW_MOVES
 _Shape = tuple[int, int, int, int]
 _ROUNDS = 3
 _MOST_COLD = 256
-_UPDATED = 4
+_UPDATED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def _round(stopwatch: Stopwatch, dtypes: Sequence[torch.dtype]) -> Iterator[Kern
     yield _update(stopwatch, sizes.updated)
     for dtype in dtypes:
         for width in sizes.widths:
-            yield _product(stopwatch, width, dtype)
+            yield _products(stopwatch, width, dtype, sizes.cold)
         for length in sizes.lengths:
             wide, narrow = ((2, sizes.heads, length, width) for width in (sizes.head_width, sizes.head_width // 2))
             yield _attention(stopwatch, narrow, dtype, is_causal=False)
@@ -112,23 +112,41 @@ def _sum(stopwatch: Stopwatch, size_bytes: int, cold_bytes: int) -> KernelSample
 
 
 def _update(stopwatch: Stopwatch, count: int) -> KernelSample:
-    """AdamW as users call it, over a few parameters of ``count`` elements each."""
+    """AdamW as it steps in a training, over several parameters of ``count`` elements each: all of them at once.
+
+    One after the other, its temporaries would be small enough to be found again in the allocator, now and then.
+    """
     parameters = [torch.ones(count, device=stopwatch.device, requires_grad=True) for _ in range(_UPDATED)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    time_us = stopwatch.mean_us(AdamW(parameters).step)
+    time_us = stopwatch.mean_us(AdamW(parameters, foreach=True).step)
     size_bytes = ADAMW_MOVES * 4 * count * _UPDATED
     return KernelSample(work="optimizer", dtype="float32", size_bytes=size_bytes, flops=0, time_us=time_us)
 
 
-def _product(stopwatch: Stopwatch, width: int, dtype: torch.dtype) -> KernelSample:
-    """A batch of ``4 * width`` rows through a layer of ``width`` by ``width``."""
-    left = torch.randn(4 * width, width, device=stopwatch.device).to(dtype)
-    right = torch.randn(width, width, device=stopwatch.device).to(dtype)
-    time_us = stopwatch.mean_us(lambda: left @ right)
-    size_bytes = (2 * left.numel() + right.numel()) * dtype.itemsize
-    flops = 2 * left.numel() * width
-    return KernelSample(work="product", dtype=name_of(dtype), size_bytes=size_bytes, flops=flops, time_us=time_us)
+def _products(stopwatch: Stopwatch, width: int, dtype: torch.dtype, cold_bytes: int) -> KernelSample:
+    """A batch of ``4 * width`` rows through a layer of ``width`` by ``width``, and its two products backward.
+
+    Other operands are taken each time: a step reads each weight once, and comes back to it when no cache holds it.
+    """
+    shapes = ((4 * width, width), (width, width), (4 * width, width))
+    first = [torch.randn(shape, device=stopwatch.device).to(dtype) for shape in shapes]
+    operand_bytes = sum(operand.nbytes for operand in first)
+    count = max(1, min(_MOST_COLD, cold_bytes // operand_bytes))
+    turns = itertools.cycle([first, *([operand.clone() for operand in first] for _ in range(count - 1))])
+
+    def run() -> Sequence[Tensor]:
+        rows, weight, gradient = next(turns)
+        return rows @ weight.T, gradient @ weight, gradient.T @ rows
+
+    flops = 3 * 2 * 4 * width**3
+    return KernelSample(
+        work="product",
+        dtype=name_of(dtype),
+        size_bytes=3 * operand_bytes,
+        flops=flops,
+        time_us=stopwatch.mean_us(run),
+    )
 
 
 def _attention(stopwatch: Stopwatch, shape: _Shape, dtype: torch.dtype, *, is_causal: bool) -> KernelSample:

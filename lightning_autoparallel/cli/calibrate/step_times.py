@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_autoparallel.cli.calibrate.samples import StepSample
-from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, OptimizerLRSchedulerConfig, Trainer
 from lightning_autoparallel.strategy import AutoParallelStrategy
 
 _LAYERS = (1, 16)
@@ -26,7 +27,10 @@ _UNCOUNTED = {"step_latency_us": 0.0, "parameter_latency_us": 0.0}
 
 
 class _Layers(LightningModule):
-    """Linear layers one after the other: two parameters each, and next to nothing to compute."""
+    """Linear layers one after the other: two parameters each, and next to nothing to compute.
+
+    Around them it does what nearly every module does: it logs its loss, and its learning rate has a schedule.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -35,11 +39,14 @@ class _Layers(LightningModule):
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         """A loss of all layers."""
         loss: Tensor = self.layers(batch[0]).square().mean()
+        self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Optimizer:
-        """AdamW over all layers."""
-        return AdamW(self.parameters())
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW over all layers, whose rate falls with each step."""
+        optimizer = AdamW(self.parameters())
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class _Clock(Callback):

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autoparallel.cli.calibrate import run_calibrate
 from lightning_autoparallel.cli.calibrate.collective_times import collective_samples, late_share, overlap_samples
@@ -24,7 +26,7 @@ from lightning_autoparallel.cli.calibrate.fit import (
     overlap_share,
     step_rates,
 )
-from lightning_autoparallel.cli.calibrate.kernel_times import kernel_samples
+from lightning_autoparallel.cli.calibrate.kernel_times import _products, _update, kernel_samples
 from lightning_autoparallel.cli.calibrate.measure import measure
 from lightning_autoparallel.cli.calibrate.rates import kernel_time_us, rates_of, residuals, spread, with_steps
 from lightning_autoparallel.cli.calibrate.samples import (
@@ -296,6 +298,51 @@ def test_what_disturbs_for_a_while_disturbs_one_round_of_kernels():
     says = itertools.chain([1.0] * once, [100.0] * once, [2.0] * once)
     found = kernel_samples(Scripted(device=torch.device("cpu"), says=says), [torch.float32])
     assert {sample.time_us for sample in found} == {2.0} and len(found) == once
+
+
+class _Operands(TorchDispatchMode):
+    """The addresses of what each product reads, and the names of all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        if func is torch.ops.aten.mm.default:
+            self.read += [operand.data_ptr() for operand in args]
+        return func(*args, **(kwargs or {}))
+
+
+class _Watched(Stopwatch):
+    """Runs three times, and keeps what each run computed."""
+
+    runs: ClassVar[list[_Operands]] = []
+
+    def mean_us(self, run: Callable[[], object]) -> float:
+        for _ in range(3):
+            with _Operands() as operands:
+                run()
+            self.runs.append(operands)
+        return 1.0
+
+
+def test_products_find_none_of_their_operands_in_a_cache(monkeypatch):
+    monkeypatch.setattr(_Watched, "runs", [])
+    sample = _products(_Watched(device=torch.device("cpu")), 8, torch.float32, cold_bytes=2**20)
+    first, second, third = (set(run.read) for run in _Watched.runs)
+    assert len(first) == 3 and not first & second and not second & third and not first & third
+    assert all(run.names.count("aten.mm.default") == 3 for run in _Watched.runs)
+    assert sample.flops == 3 * 2 * 32 * 8 * 8 and sample.size_bytes == 3 * 4 * (2 * 32 * 8 + 8 * 8)
+
+
+def test_updates_are_measured_as_trainings_make_them(monkeypatch):
+    monkeypatch.setattr(_Watched, "runs", [])
+    _update(_Watched(device=torch.device("cpu")), 8)
+    assert all(
+        "aten._foreach_sqrt.default" in run.names and "aten.sqrt.default" not in run.names for run in _Watched.runs
+    )
 
 
 def test_steps_beside_their_graphs():
