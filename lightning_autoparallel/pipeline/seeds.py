@@ -68,10 +68,16 @@ class Draws:
 
 @contextlib.contextmanager
 def generators_at(text: str, device: torch.device) -> Iterator[None]:
-    """The host's generator and the device's are seeded by ``text``, and afterwards what they were."""
+    """The host's generator and the device's are seeded by ``text``, and afterwards what they were.
+
+    Those of other devices stay as they are: ``torch.manual_seed`` would seed them too.
+    """
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -23,6 +25,7 @@ class Peak(Callback):
     kept = peak = 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        gc.collect()  # what a training before this one left behind would go in the middle of a step
         torch.cuda.reset_peak_memory_stats()
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

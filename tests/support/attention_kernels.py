@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,12 +35,36 @@ EXPECTED = {
 }
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is logged: what no kernel can compute is said of each of them."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Only kernels that always give the same bits."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def chosen_kernels() -> dict[str, str]:
     """Which kernel each call takes, by what is said of it in ``EXPECTED``.
 
     Where fake tensors are made, no two calls are of the same sizes under other allowed kernels: they remember answers.
     """
-    logging.disable()
+    with quiet():
+        return _all_chosen()
+
+
+def _all_chosen() -> dict[str, str]:
     found = {
         "half": _chosen(HALF, 64),
         "half, causal": _chosen(HALF, 64, is_causal=True),
@@ -56,9 +82,8 @@ def chosen_kernels() -> dict[str, str]:
         "float32, grouped": _chosen(FULL, 64, heads=(4, 2), enable_gqa=True),
     }
     found["half, one key"] = _chosen(HALF, 64, keys=1)
-    torch.use_deterministic_algorithms(True)
-    found["half, deterministic"] = _chosen(HALF, 64, queries=16)
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        found["half, deterministic"] = _chosen(HALF, 64, queries=16)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         found["half, efficient first"] = _chosen(HALF, 64, queries=24)
     with sdpa_kernel(SDPBackend.MATH):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import socket
@@ -171,3 +172,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, backend: str) -> N
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
+        if backend == "nccl":  # several processes share the device
+            gc.collect()
+            torch.cuda.empty_cache()
