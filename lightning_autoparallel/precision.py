@@ -36,13 +36,13 @@ class ShardedPrecision(Precision):
 
     The strategy that runs sets ``ranks``, which joins all ranks that train, and what goes with a backward:
     ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it, and
-    ``reduce_gradients`` does what micro-batches have left to do.
+    ``reduce_gradients`` does what micro-batches have left to do, at the end of their window, or asked to, within it.
     """
 
     ranks: DeviceMesh | None = None
     skips_backward: Callable[[], bool] = staticmethod(lambda: False)
     around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    reduce_gradients: Callable[[], None] = staticmethod(lambda: None)
+    reduce_gradients: Callable[..., None] = staticmethod(lambda within_window=False: None)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no running strategy."""
@@ -177,7 +177,9 @@ def clip_by_norm(gradients: Sequence[Tensor], max_norm: float, ranks: DeviceMesh
     return norm
 
 
-def _gradients(plugin: Precision, optimizer: Optimizer) -> list[Tensor]:
+def _gradients(plugin: ShardedPrecision, optimizer: Optimizer) -> list[Tensor]:
+    """Those of all ranks' rows so far, which a module may clip at each micro-batch."""
+    plugin.reduce_gradients(within_window=True)
     return [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
 
 

@@ -158,9 +158,12 @@ class LightningSteps:
         is_window = self._module.automatic_optimization and self._trainer.accumulate_grad_batches > 1
         return self._accumulates or is_window or self._engine.deferred.owed
 
-    def reduce_gradients(self) -> None:
-        """Reduce what waits, unless more is to come; the collectives are those of the step that ran last."""
-        if self._accumulates:
+    def reduce_gradients(self, within_window: bool = False) -> None:
+        """Reduce what waits, unless more is to come; the collectives are those of the step that ran last.
+
+        ``within_window`` reduces it where more is to come, which will be added, and only there.
+        """
+        if self._accumulates != within_window:
             return
         is_forward = self.mode("training_step") == "forward"
         paused = self._forward.calls.parameters.paused() if self._forward else contextlib.nullcontext()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.testing import assert_close
 
 from tests.distributed.jobs import MESH, Net, Outcome, Validated, assert_equals_one_device, failure, train
 from tests.support.worlds import Worlds
@@ -60,6 +61,23 @@ class AccumulatesReplicated(Accumulates):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
 
 
+class ClipsEachMicroBatch(AccumulatesReplicated):
+    """What a module clips within a window is what all ranks' rows gave so far."""
+
+    clipping: ClassVar[Mapping[str, Any]] = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "norm"}
+
+    def on_after_backward(self):
+        self.clip_gradients(self.optimizers(use_pl_optimizer=False), **self.clipping)
+
+
+class ClipsEachValue(ClipsEachMicroBatch):
+    clipping: ClassVar[Mapping[str, Any]] = {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}
+
+
+class ClipsInPython(ClipsEachMicroBatch):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp", "capture": "forward"}
+
+
 class FastDevRun(Counted):
     trainer_options: ClassVar[Mapping[str, Any]] = {"fast_dev_run": True}
 
@@ -97,11 +115,20 @@ def compared(kind: type[Net], worlds: Worlds, mesh: Mapping[str, int] = MESH) ->
         (Accumulates, MESH),
         (Accumulates, {"dp_replicate": 2, "dp_shard": 2}),
         (AccumulatesReplicated, MESH),
+        (ClipsEachMicroBatch, MESH),
+        (ClipsEachMicroBatch, {"dp_replicate": 2, "dp_shard": 2}),
+        (ClipsEachValue, MESH),
     ],
 )
 def test_gradients_are_accumulated(kind, mesh, worlds: Worlds) -> None:
     expected = compared(kind, worlds, mesh)
     assert expected.extra == (20, 20, 6)
+
+
+def test_forward_mode_clips_what_all_ranks_added_so_far(worlds: Worlds) -> None:
+    expected = train(ClipsInPython, None)
+    for outcome in worlds(2).run(train, ClipsInPython, MESH, 2):
+        assert_close(outcome.parameters, expected.parameters, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
