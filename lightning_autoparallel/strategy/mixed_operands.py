@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSELF, WholeParameters
+from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 
 Call = Callable[..., Any]
@@ -32,6 +33,7 @@ class MixedOperands(TorchFunctionMode):
 
     Raises:
         CaptureError: of such a call autograd would have to follow parameters, which nothing would reduce.
+        CheckpointError: a shard is saved as an object, by a rank.
     """
 
     def __init__(self, parameters: WholeParameters, meet: Callable[[str], None], is_inside: Callable[[], bool]) -> None:
@@ -49,6 +51,8 @@ class MixedOperands(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__reduce_ex__" and isinstance(args[0], DTensor) and not self._is_inside():
+            return pickled(*args)
         tensors = list(_tensors((*args, *kwargs.values())))
         if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
             return func(*args, **kwargs)
