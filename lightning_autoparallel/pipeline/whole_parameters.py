@@ -142,6 +142,13 @@ class WholeParameters(TorchFunctionMode):
             self._paused = before
             self.forget()
 
+    def data_of(self, tensor: Tensor) -> Tensor:
+        """``tensor.data``; of a whole tensor, or of a view of it, one by which changes are seen."""
+        has_storage = not isinstance(tensor, DTensor) and tensor.layout == torch.strided
+        if has_storage and _storage(tensor) in {_storage(gathered.whole) for gathered in self._wholes.values()}:
+            return tensor.detach()
+        return tensor.data
+
     def forget(self) -> None:
         """Parameters change, or nobody needs them whole any more."""
         self._write_back()
@@ -360,6 +367,10 @@ def _memory(tensor: DTensor) -> Any:
     memory = local.untyped_storage()._cdata
     inference = torch.is_inference_mode_enabled()
     return memory, local.storage_offset(), tuple(tensor.shape), tensor.placements, inference
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _shares_memory(whole: Tensor, tensor: DTensor) -> bool:

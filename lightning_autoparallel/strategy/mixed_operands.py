@@ -1,11 +1,12 @@
 """Hooks compute with parameters, which lie in shards, as if these were whole.
 
 Torch mixes no shards with whole tensors of a hook's own, and knows no shards for some functions (``flatten`` of rows
-that ranks cannot share evenly).
+that ranks cannot share evenly). Others do on shards what they do not on one device (``weight[5]`` is a copy).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,10 +19,13 @@ from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSELF, WholeParameters
 from lightning_autoparallel.strategy.pickled_shards import pickled
+from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 
 Call = Callable[..., Any]
 _LEFT_ALONE = {*OF_THE_TENSOR_ITSELF, "backward", "grad"}
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_DRAWN = ("rand_like", "randn_like", "randint_like")
 _FOR_NO_SHARDS = ("Sharding propagation failed", "does not have a sharding strategy")  # as torch says it
 
 
@@ -40,8 +44,10 @@ class MixedOperands(TorchFunctionMode):
         super().__init__()
         self._parameters, self._meet, self._is_inside = parameters, meet, is_inside
         self._gives_whole = False
+        self._operators = ShardOperators()
 
     def __exit__(self, *error: Any) -> None:
+        self._operators.forget()
         if self._gives_whole:
             self._parameters.forget()
         super().__exit__(*error)
@@ -53,32 +59,42 @@ class MixedOperands(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__reduce_ex__" and isinstance(args[0], DTensor) and not self._is_inside():
             return pickled(*args)
+        if self._gives_whole and func == _GET_DATA and not self._is_inside():
+            return self._parameters.data_of(args[0])
         tensors = list(_tensors((*args, *kwargs.values())))
         if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
             return func(*args, **kwargs)
         if name == "__set__":  # shards can be assigned to
             return self._whole(func, types, args, kwargs) if self._gives_whole else func(*args, **kwargs)
-        are_mixed = _are_mixed(tensors)
-        if torch.is_grad_enabled() and any(isinstance(x, DTensor) and x.requires_grad for x in tensors):
-            return self._followed(func, name, args, kwargs, are_mixed)
-        if are_mixed or self._gives_whole:
-            if are_mixed:
-                self._begin(name)
-            return self._whole(func, types, args, kwargs)
-        try:
-            return func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(text in str(error) for text in _FOR_NO_SHARDS):
-                raise
-        self._begin(name)
-        return self._whole(func, types, args, kwargs)
+        if not torch.is_grad_enabled() or not any(isinstance(x, DTensor) and x.requires_grad for x in tensors):
+            return self._computed(func, name, args, kwargs, _are_mixed(tensors))
+        if name in _DRAWN or getattr(func, "__module__", None) == "torch.nn.init":  # autograd follows none of these
+            with torch.no_grad():
+                return self._computed(func, name, args, kwargs, _are_mixed(tensors))
+        return self._followed(func, name, args, kwargs, _are_mixed(tensors))
+
+    def _computed(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], are_mixed: bool) -> Any:
+        if are_mixed:
+            self._begin(name)
+        if not self._gives_whole:
+            try:
+                with self._operators.during("shards"):
+                    return func(*args, **kwargs)
+            except NeedsWhole:
+                pass
+            except (RuntimeError, NotImplementedError) as error:
+                if not any(text in str(error) for text in _FOR_NO_SHARDS):
+                    raise
+            self._begin(name)
+        return self._whole(func, (), args, kwargs)
 
     def _begin(self, name: str) -> None:
         self._meet(name)
         self._gives_whole = True
 
     def _whole(self, func: Call, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._parameters.__torch_function__(func, types, args, kwargs)
+        with self._operators.during("whole"):
+            return self._parameters.__torch_function__(func, types, args, kwargs)
 
     def _followed(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], are_mixed: bool) -> Any:
         if are_mixed:
@@ -86,9 +102,9 @@ class MixedOperands(TorchFunctionMode):
                 f"{user_line()} gives {name} a parameter, which lies in shards, and a whole tensor, outside of a step, "
                 "where nobody reduces the gradient: give it parameter.detach(), or do it inside of torch.no_grad()"
             )
-        if not self._gives_whole:
-            return func(*args, **kwargs)
-        with self._parameters.paused():  # what was written into whole ones is in the shards
+        # what was written into whole ones is in the shards
+        paused = self._parameters.paused() if self._gives_whole else contextlib.nullcontext()
+        with paused, self._operators.during("followed"):
             return func(*args, **kwargs)
 
 

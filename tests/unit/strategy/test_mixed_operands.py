@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -64,6 +65,19 @@ def left(call: Any, is_inside: bool = False) -> list[str]:
         (lambda x: torch.add(x, other=torch.ones(3, 4)), ["add"]),
         (lambda x: x.flatten(), ["flatten"]),
         (lambda x: (x.flatten(), x.mul(2.0), x.detach()), ["flatten", "mul"]),
+        (lambda x: x[2], ["__getitem__"]),
+        (lambda x: x.data.__setitem__(0, 1.0), ["__setitem__"]),
+        (lambda x: x[0:2], ["__getitem__"]),
+        (lambda x: x.chunk(3), ["chunk"]),
+        (lambda x: x.split(1), ["split"]),
+        (lambda x: x.unbind(), ["unbind"]),
+        (lambda x: x.narrow(-2, 1, 1), ["narrow"]),
+        (lambda x: x.diagonal(), ["diagonal"]),
+        (lambda x: torch.randn_like(x), ["randn_like"]),
+        (lambda x: x.normal_(), ["normal_"]),
+        (lambda x: nn.init.kaiming_uniform_(x), ["kaiming_uniform_"]),
+        (lambda x: nn.init.constant_(x, 1.0), []),
+        (lambda x: (x.t(), x[:, 1], x.select(1, 2), x.T[1].zero_(), x.view(3, 2, 2)), []),
         (lambda x: x.mul_(2.0).add_(x), []),
         (lambda x: x * torch.tensor(2.0), []),
         (lambda x: x * torch.tensor([2.0]), []),
@@ -94,6 +108,28 @@ def test_a_gradient_that_nobody_reduces_is_refused(sharded: DTensor):
         assert computing.said == [] and not isinstance(sharded.detach() - torch.ones(3, 4), DTensor)
         assert isinstance(sharded * 2, DTensor) and computing.said == ["paused"]
     assert sharded.grad is not None and computing.names == ["sub"]
+
+
+def test_a_part_of_what_autograd_follows_is_read_and_not_written(sharded: DTensor):
+    sharded.requires_grad_()
+    with MixedOperands(Computing(), lambda name: None, lambda: False):  # type: ignore[arg-type]
+        row, rows = sharded[1], sharded.split([1, 2])
+        assert row.requires_grad and isinstance(row.sum() + rows[1].sum(), DTensor)
+        for part in (row.data, row.detach()[1:], rows[1].data):
+            with pytest.raises(CaptureError, match=r"test_mixed_operands.py:\d+ writes into a part.*parameter.data"):
+                part.zero_()
+        row.clone().detach().zero_()
+        with pytest.raises(CaptureError, match=r"test_mixed_operands.py:\d+ draws random numbers.*detach"):
+            torch.dropout(sharded, 0.5, True)
+
+
+def test_numbers_are_drawn_for_whole_parameters_where_autograd_follows_them(sharded: DTensor):
+    sharded.requires_grad_()
+    computing = Computing()
+    with MixedOperands(computing, lambda name: None, lambda: False):  # type: ignore[arg-type]
+        torch.randn_like(sharded)
+        nn.init.kaiming_uniform_(sharded)
+    assert computing.names == ["randn_like", "kaiming_uniform_"]
 
 
 def test_other_errors_are_those_of_the_call(sharded: DTensor):
