@@ -40,6 +40,7 @@ _OF_BACKWARD: dict[Any, str] = {
     Tensor.grad_fn.__get__: "reads the grad_fn",  # type: ignore[attr-defined, union-attr]
     _GRADIENT: "sets the gradient",
 }
+_ASSIGNS_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined, union-attr]
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _OF_MEMORY = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
 _VALUE_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -171,7 +172,8 @@ class StepState:
         """What a call does to its first argument beside computing with it."""
         name, tensor = str(getattr(function, "__name__", "")), args[0]
         what = _OF_BACKWARD.get(function)
-        what = "sets requires_grad" if name == "requires_grad_" and id(tensor) in self.inputs else what
+        sets_requires_grad = name == "requires_grad_" or function == _ASSIGNS_REQUIRES_GRAD
+        what = "sets requires_grad" if sets_requires_grad and id(tensor) in self.inputs else what
         what = "hangs a hook into the backward" if name in _HOOKS else what
         what = "asks for the memory" if name in _OF_MEMORY else what
         if what is not None:

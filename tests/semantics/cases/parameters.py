@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.semantics.base import Case
+from tests.semantics.base import FORWARD, Case
 
 
 class AttributeOfParameter(Case):
@@ -43,3 +43,29 @@ class HookAfterGradient(Case):
 
     def _count(self, parameter):
         self.calls += 1
+
+
+class _SetsRequiresGrad(Case):
+    """The step itself decides what trains."""
+
+    modes = FORWARD
+
+    def training_step(self, batch, batch_idx):
+        for parameter in self.net[0].parameters():
+            self.set(parameter, self.current_epoch == 1)
+        return self.loss(batch)
+
+    def set(self, parameter, value):
+        raise NotImplementedError
+
+
+class RequiresGradAssigned(_SetsRequiresGrad):
+    quick = True
+
+    def set(self, parameter, value):
+        parameter.requires_grad = value
+
+
+class RequiresGradByMethod(_SetsRequiresGrad):
+    def set(self, parameter, value):
+        parameter.requires_grad_(value)

@@ -56,3 +56,40 @@ def test_an_error_of_the_step_is_the_users_own():
     with pytest.raises(KeyError, match="mine"):
         captured(nn.Linear(4, 4), X, step)
     assert active_fake_mode() is None
+
+
+def by_assignment(parameter: Tensor, value: bool) -> None:
+    parameter.requires_grad = value
+
+
+def by_method(parameter: Tensor, value: bool) -> None:
+    parameter.requires_grad_(value)
+
+
+@pytest.mark.parametrize("sets", [by_assignment, by_method])
+@pytest.mark.parametrize("value", [True, False])
+def test_freezing_and_unfreezing_in_the_step_name_the_line(sets, value: bool):
+    module = nn.Linear(4, 4)
+    module.bias.requires_grad_(not value)
+
+    def step(x: Tensor) -> Tensor:
+        sets(module.bias, value)
+        return module(x).sum()
+
+    with pytest.raises(CaptureError) as caught:
+        captured(module, X, step)
+    line = inspect.getsourcelines(sets)[1] + 1
+    assert f"{HERE}:{line} sets requires_grad of a tensor: it would happen at capture only" in str(caught.value)
+    assert module.bias.requires_grad is not value
+
+
+def test_what_the_step_computes_may_be_a_leaf():
+    module = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        features = module(x).detach()
+        features.requires_grad = True
+        return module(features).sum()
+
+    graph = captured(module, X, step)
+    assert {item.name for item in graph.outputs if item.kind == "gradient"} == {"weight", "bias"}
