@@ -10,6 +10,7 @@ from lightning_autoparallel.apply.gather import (
     shared_state,
     whole_state,
 )
+from lightning_autoparallel.apply.held_parameters import rebind_held
 from lightning_autoparallel.apply.lower import lower_graph
 from lightning_autoparallel.apply.materialise import materialise_module, materialise_whole
 from lightning_autoparallel.apply.other_shards import followers, lie_anew
@@ -40,6 +41,7 @@ __all__ = [
     "materialise_whole",
     "parameter_layouts",
     "rebind",
+    "rebind_held",
     "shard_copy",
     "shard_like",
     "shard_module",

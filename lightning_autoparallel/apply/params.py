@@ -129,9 +129,13 @@ class Replacements:
             settled.append((ref, now))
         self._pairs[:] = [(ref, now) for ref, now in settled if ref() is not None]
 
+    def living(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """What somebody still holds, and what is in its place."""
+        return ((before, now) for ref, now in self._pairs if (before := ref()) is not None)
+
     def rebind(self, groups: Iterable[dict[str, Any]]) -> None:
         """Put what is in the module now into an optimizer's groups, in place."""
-        held = {id(before): now for ref, now in self._pairs if (before := ref()) is not None}
+        held = {id(before): now for before, now in self.living()}
         for group in groups:
             group["params"][:] = [held.get(id(parameter), parameter) for parameter in group["params"]]
 

@@ -26,6 +26,7 @@ from lightning_autoparallel.apply import (
     lie_anew,
     materialise_module,
     parameter_layouts,
+    rebind_held,
     shard_copy,
     shard_module,
     share_buffers,
@@ -105,6 +106,7 @@ class StepEngine:
     backwards: BackwardCalls | None = None  # where ranks agree on the backwards of calls
     modes: ModuleStates | None = None  # of the module, as of the step that is ready
     _copies: list[nn.Module] = field(default_factory=list)  # that are sharded, too
+    _holders: list[Any] = field(default_factory=list)  # of copies and parameters, beside the module
     _hooks: list[RemovableHandle] = field(default_factory=list)  # of modules that are sharded
     _checked: Any = None  # what the module was made of when its parameters were looked at
     _structures: dict[str, Structures] = field(default_factory=dict)  # of module calls, by path
@@ -141,6 +143,7 @@ class StepEngine:
         self._hooks += take_whole_tensors(self.module)
         share_buffers(self.module)
         self.buffers.are(self.module.named_buffers())
+        self._rebind_held()
 
     def _planned_layouts(self) -> dict[str, ParameterLayout]:
         plan, mesh = self.context.plan, self.context.mesh
@@ -160,11 +163,19 @@ class StepEngine:
             self.deferred.place(self.layouts)
 
     def shard_copies(self, holders: Iterable[Any]) -> None:
-        """Shard copies of the module that ``holders`` keep in their attributes, as it is sharded itself."""
-        self._copies = copies_of(self.module, holders)
+        """Shard copies of the module that ``holders`` keep in their attributes, as it is sharded itself.
+
+        Parameters of the module that they keep are those in shards from now on.
+        """
+        self._holders = list(holders)
+        self._copies = copies_of(self.module, self._holders)
         for copy in self._copies:
             shard_copy(copy, self.layouts, self.device)
             self._hooks += take_whole_tensors(copy)
+        self._rebind_held()
+
+    def _rebind_held(self) -> None:
+        rebind_held([*self.module.modules(), *self._holders], self.replacements)
 
     def gather_parameters(self) -> None:
         """Undo ``shard_parameters``: whole parameters on the host of every rank; what was captured is kept."""
@@ -174,6 +185,7 @@ class StepEngine:
             hook.remove()
         self._copies, self._hooks, self._checked = [], [], None
         self.deferred.forget()
+        self._rebind_held()
 
     def forget_captures(self) -> None:
         """The module is made of other parameters: what was captured of it is nothing that could run."""
