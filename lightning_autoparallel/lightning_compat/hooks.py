@@ -10,17 +10,20 @@ from unittest import mock
 
 from lightning_autoparallel.lightning_compat import trainer_calls
 
+_OF_STEPS = ("optimizer_step", "lr_scheduler_step")
 Context = Callable[[str], contextlib.AbstractContextManager[Any]]  # of a hook's name
 
 
 @contextlib.contextmanager
 def around_hooks(context: Context) -> Iterator[None]:
-    """While open, the hooks ``on_...`` of LightningModules and callbacks run inside of ``context(name)``."""
+    """While open, the hooks ``on_...`` of LightningModules and callbacks run inside of ``context(name)``, and theirs
+    that step optimizers and schedulers."""
 
     def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-            with context(hook_name) if hook_name.startswith("on_") else contextlib.nullcontext():
+            is_hook = hook_name.startswith("on_") or hook_name in _OF_STEPS
+            with context(hook_name) if is_hook else contextlib.nullcontext():
                 return original(trainer, hook_name, *args, **kwargs)
 
         return call

@@ -21,6 +21,7 @@ from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSEL
 from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
+from lightning_autoparallel.torch_compat.interception import without_function_mode
 
 Call = Callable[..., Any]
 _LEFT_ALONE = {*OF_THE_TENSOR_ITSELF, "backward", "grad"}
@@ -51,6 +52,14 @@ class MixedOperands(TorchFunctionMode):
         if self._gives_whole:
             self._parameters.forget()
         super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """For code that knows what DTensors are: steps of optimizers. What was written is in the shards."""
+        if self._gives_whole:
+            self._parameters.forget()
+        with without_function_mode(self):
+            yield
 
     def __torch_function__(
         self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -43,6 +43,7 @@ class OutsideCalls:
         self._parameters = WholeParameters(engine.module, context.mesh, context.control)
         self._own: set[int] = set()
         self._inside = False
+        self._hook_mode: MixedOperands | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -70,10 +71,30 @@ class OutsideCalls:
         with self.inside(), torch.no_grad(), self._parameters:
             return original(module, *args, **kwargs)
 
-    def _hook(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """Around steps of optimizers, which a hook may call."""
+        mode, self._hook_mode = self._hook_mode, None
+        try:
+            with mode.left() if mode is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self._hook_mode = mode
+
+    @contextlib.contextmanager
+    def _hook(self, name: str) -> Iterator[None]:
         if self._inside or name in _OF_OPTIMIZERS:
-            return contextlib.nullcontext()
-        return MixedOperands(self._parameters, self._meet_with, lambda: self._inside)
+            yield
+            return
+        before, self._hook_mode = self._hook_mode, MixedOperands(self._parameters, self._meet_with, self._is_inside)
+        try:
+            with self._hook_mode:
+                yield
+        finally:
+            self._hook_mode = before
+
+    def _is_inside(self) -> bool:
+        return self._inside
 
     def _meet_with(self, function: str) -> None:
         self._meet(f"gives {function} parameters or gradients, and maybe other tensors", "they lie in shards")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -174,7 +175,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._steps: LightningSteps | None = None
         self._ran = "training_step"  # or a sibling: the last that ran
         self._skips = self._is_sharded = self._told_plan = False
-        self._while_set_up = contextlib.ExitStack()
+        self._while_set_up = ExitStack()
         self.leave_sharded = leave_sharded
         self.weights_to_come = WeightsToCome()
         # again: the other flavour may have been imported after this package
@@ -182,7 +183,7 @@ class AutoParallelStrategy(SavingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """As that of ``WorldStrategy``."""
-        anew = {"_steps": None, "_outside": None, "_is_sharded": False, "_while_set_up": contextlib.ExitStack()}
+        anew = {"_steps": None, "_outside": None, "_is_sharded": False, "_while_set_up": ExitStack()}
         return {**super().__getstate__(), **anew}
 
     # -- what it shows -----------------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ class AutoParallelStrategy(SavingStrategy):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """``empty_init=True`` builds on meta: ``setup`` then makes the shards only."""
-        context = torch.device("meta") if empty_init else contextlib.nullcontext()
+        context = torch.device("meta") if empty_init else nullcontext()
         with context, self.precision_plugin.tensor_init_context():
             yield
 
@@ -407,13 +408,13 @@ class AutoParallelStrategy(SavingStrategy):
         resumed = steps.closing(closure)
 
         def run() -> Any:
-            with updates.left() if updates else contextlib.nullcontext():
+            with updates.left() if updates else nullcontext():
                 loss = resumed()
             steps.reduce_gradients()
             read_now.enter_context(updating(optimizer))  # torch reads groups and gradients when the closure is done
             return None if self._skips else steps.told_loss(optimizer, loss)
 
-        with steps.optimizing(), updates or contextlib.nullcontext(), contextlib.ExitStack() as read_now:
+        with self._outside.optimizing(), steps.optimizing(), updates or nullcontext(), ExitStack() as read_now:
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:

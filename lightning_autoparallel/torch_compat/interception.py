@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 Original = Callable[..., Any]
 Handler = Callable[[Original, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -33,6 +34,26 @@ def intercepted_calls(handle: Handler) -> Iterator[None]:
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     """Inside, torch functions are called as they are, whatever modes are open."""
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Inside, the open ``mode`` is not asked; those that were opened in it are."""
+    if mode not in _get_current_function_mode_stack():  # it is of another thread
+        yield
+        return
+    above: list[TorchFunctionMode] = []
+    while (top := _pop_mode()) is not mode:
+        above.insert(0, top)
+    for each in above:
+        _push_mode(each)
+    try:
+        yield
+    finally:
+        for _ in above:
+            _pop_mode()
+        for each in (mode, *above):
+            _push_mode(each)
 
 
 def is_transformed() -> bool:

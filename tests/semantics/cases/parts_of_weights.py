@@ -96,6 +96,27 @@ class PartsWritten(_Writes):
         weight[weight.abs() < 0.1] = 0.0
 
 
+class WrittenAroundUpdates(Case):
+    """Before and after the optimizer steps, and when its rate is set."""
+
+    strategy_options: ClassVar[dict[str, str]] = {"plan": "fsdp"}
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        self.net[0].weight.data[2:4].mul_(0.9)
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            self.net[0].weight[5] = 0.0
+            self.net[2].weight.add_(torch.randn_like(self.net[2].weight), alpha=0.1)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+        self.net[2].bias.data[1:].fill_(0.1)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
 class GradientsWritten(Case):
     """Rows of gradients, which the optimizer then steps with."""
 

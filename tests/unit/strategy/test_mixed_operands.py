@@ -132,6 +132,15 @@ def test_numbers_are_drawn_for_whole_parameters_where_autograd_follows_them(shar
     assert computing.names == ["randn_like", "kaiming_uniform_"]
 
 
+def test_code_that_knows_shards_leaves_it_from_inside_of_other_modes(sharded: DTensor):
+    computing = Computing()
+    mode = MixedOperands(computing, lambda name: None, lambda: False)  # type: ignore[arg-type]
+    with torch.no_grad(), mode, torch.device("cpu"):
+        with mode.left():
+            assert isinstance(sharded[1], DTensor) and computing.names == []
+        assert not isinstance(sharded[1], DTensor) and computing.names == ["__getitem__"]
+
+
 def test_other_errors_are_those_of_the_call(sharded: DTensor):
     with pytest.raises(TypeError):
         left(lambda: sharded.add_("text"))
@@ -150,7 +159,7 @@ def test_hooks_run_inside_and_nothing_else_does():
 
     class Module:
         _current_fx_name = None
-        on_train_end = optimizer_step = staticmethod(lambda: said.append("called"))
+        on_train_end = optimizer_step = configure_gradient_clipping = staticmethod(lambda: said.append("called"))
 
     profiler = SimpleNamespace(profile=lambda name: contextlib.nullcontext())
     trainer = SimpleNamespace(lightning_module=Module(), profiler=profiler, callbacks=[])
@@ -158,7 +167,9 @@ def test_hooks_run_inside_and_nothing_else_does():
     with around_hooks(context):
         trainer_calls._call_lightning_module_hook(trainer, "on_train_end")
         trainer_calls._call_lightning_module_hook(trainer, "optimizer_step")
+        trainer_calls._call_lightning_module_hook(trainer, "configure_gradient_clipping")
         trainer_calls._call_callback_hooks(trainer, "on_train_end")
         trainer_calls._call_callbacks_on_save_checkpoint(trainer, {})
-    assert said == ["on_train_end", "called", "out", "called", *["on_train_end", "out"], *["on_save_checkpoint", "out"]]
+    of_module = ["on_train_end", "called", "out", "optimizer_step", "called", "out", "called"]
+    assert said == [*of_module, *["on_train_end", "out"], *["on_save_checkpoint", "out"]]
     assert trainer_calls._call_lightning_module_hook is before
