@@ -18,23 +18,20 @@ from lightning_autoparallel.lightning_compat import LightningOptimizer
 from lightning_autoparallel.torch_compat.tree import tree_map
 
 
-def full_model_state(module: nn.Module, keep: bool, made: list[Tensor] | None = None) -> dict[str, Any]:
-    """``module.state_dict()`` with whole tensors on the CPU; every rank calls it, those without ``keep`` get {}.
+def full_model_state(module: nn.Module, made: list[Tensor] | None = None) -> dict[str, Any]:
+    """``module.state_dict()`` with whole tensors on the CPU, on every rank; every rank calls it.
 
     Those that share nothing with the module are added to ``made``.
     """
     state = module.state_dict()
-    whole = OrderedDict(_gathered(state, keep, made))
-    if keep:
-        whole._metadata = state._metadata  # type: ignore[attr-defined]
+    whole = OrderedDict(_gathered(state, made))
+    whole._metadata = state._metadata  # type: ignore[attr-defined]
     return whole
 
 
-def full_optimizer_state(
-    optimizer: Optimizer | LightningOptimizer, keep: bool, made: list[Tensor] | None = None
-) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Optimizer | LightningOptimizer, made: list[Tensor] | None = None) -> dict[str, Any]:
     """``optimizer.state_dict()``, which numbers parameters, with whole tensors on the CPU; as ``full_model_state``."""
-    return _gathered(optimizer.state_dict(), keep, made)
+    return _gathered(optimizer.state_dict(), made)
 
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,19 +48,18 @@ def _is_elsewhere(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "cpu"
 
 
-def _gathered(state: Mapping[str, Any], keep: bool, made: list[Tensor] | None) -> dict[str, Any]:
+def _gathered(state: Mapping[str, Any], made: list[Tensor] | None) -> dict[str, Any]:
     def gather(leaf: Any) -> Any:
-        # Every rank takes part in every gather; only the one that writes keeps what it got.
         whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        if not keep or not isinstance(whole, Tensor):
-            return whole if keep else None
+        if not isinstance(whole, Tensor):
+            return whole
         on_host = whole.detach().cpu()
         if made is not None and _storage(on_host) != _storage(leaf):
             made.append(on_host)
         return on_host
 
-    whole = tree_map(gather, dict(state))
-    return whole if keep else {}
+    whole: dict[str, Any] = tree_map(gather, dict(state))
+    return whole
 
 
 def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool, on_disk: bool = False) -> None:

@@ -46,7 +46,7 @@ def _inside(whole_parameters: WholeParameters, change: Callable[..., Any]) -> Ca
 def _save_pruned(callback: Any, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
     """As Lightning's: parameters with their masks applied under the names of one that was never pruned.
 
-    It changes the state that is there, in shards, or whole on the rank that writes.
+    It changes the state that is there, in shards, or whole on every rank.
     """
     if not callback._make_pruning_permanent:
         return

@@ -50,6 +50,7 @@ from lightning_autoparallel.lightning_compat import (
     weights_only_of_run,
 )
 from lightning_autoparallel.pipeline import StepEngine
+from lightning_autoparallel.strategy.starting import shard_what_hooks_made
 from lightning_autoparallel.strategy.world import WorldStrategy
 
 AsFolder = bool | Literal["auto"]
@@ -89,7 +90,7 @@ class SavingStrategy(WorldStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Shards are loaded into shards; at the end of ``setup``, after which Lightning need not."""
+        """Shards are loaded into shards; within ``setup``, after which Lightning need not."""
         return not self._restored
 
     def setup_environment(self) -> None:
@@ -98,14 +99,17 @@ class SavingStrategy(WorldStrategy):
         super().setup_environment()
 
     def restore(self, trainer: Trainer) -> None:
-        """Load what is to be resumed: as on one device, ``on_fit_start`` finds weights and callbacks as they were."""
+        """Load what is to be resumed, as on one device before ``configure_optimizers``.
+
+        Optimizers may keep the weights that they are given, and their groups may follow what hooks restore.
+        """
         restore_modules_and_callbacks(trainer)
         self._restored = True
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shards of the model, or for a single file the whole model on rank 0."""
+        """This rank's shards of the model, or for a single file at which somebody looks the whole model."""
         assert self.lightning_module is not None
         self._come_together()
         if self._choose_kind():
@@ -114,19 +118,22 @@ class SavingStrategy(WorldStrategy):
         if self._stays_in_shards:
             return on_host(self.lightning_module.state_dict())
         self._made.clear()
-        return full_model_state(self.lightning_module, keep=self.is_global_zero, made=self._made_here)
+        return full_model_state(self.lightning_module, made=self._made_here)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's shards of an optimizer's state, or for a single file the whole state on rank 0."""
+        """This rank's shards of an optimizer's state, or for a single file at which somebody looks the whole state."""
         assert self.lightning_module is not None
         if self._choose_kind() if self._as_folder is None else self._as_folder:
             return optimizer_state(self.lightning_module, optimizer)
         if self._stays_in_shards and is_saved_by_trainer():
             return on_host(optimizer.state_dict())
-        return full_optimizer_state(optimizer, keep=self.is_global_zero, made=self._made_here)
+        return full_optimizer_state(optimizer, made=self._made_here)
 
     def _nobody_looks(self) -> bool:
-        """Whether on no rank anybody sees a file's tensors before ``save_checkpoint``, which gathers them singly."""
+        """Whether on no rank anybody sees a file's tensors before ``save_checkpoint``, which gathers them singly.
+
+        Who does finds on every rank what every rank of DDP has: hooks change the checkpoint, and run on all ranks.
+        """
         assert self.lightning_module is not None
         looks = not is_saved_by_trainer() or gets_checkpoints(self.lightning_module, "on_save_checkpoint")
         return not (looks if self._control is None else any(self._control.any([looks])))
@@ -134,7 +141,7 @@ class SavingStrategy(WorldStrategy):
     @property
     def _made_here(self) -> list[Tensor] | None:
         """Where to note tensors that need no copy, if there are any copies."""
-        return None if self._writer is None else self._made
+        return None if self._writer is None or not self.is_global_zero else self._made
 
     def _come_together(self) -> None:
         """Make sure that all ranks save: what is gathered from ranks that do something else would be anything.
@@ -302,6 +309,8 @@ class SavingStrategy(WorldStrategy):
         """Cut the model of a single file into shards; ``load_checkpoint`` has loaded that of a folder."""
         if self._folder is None:
             assert self.lightning_module is not None
+            if not self._restored and self._engine is not None and self._control is not None:
+                shard_what_hooks_made(self._engine, self._control, self.precision_plugin.convert_module)
             load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict, self._on_disk)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

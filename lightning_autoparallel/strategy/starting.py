@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from lightning_autoparallel.checkpoint import WeightsToCome
-from lightning_autoparallel.errors import AutoParallelError, CheckpointError
+from lightning_autoparallel.errors import AutoParallelError, CheckpointError, ConfigError
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
 from lightning_autoparallel.pipeline.same_order import check_same_plan
 
@@ -33,6 +36,27 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
     given = _together(lambda: weights.open(engine.module), control)
     engine.shard_parameters(given)
     _together(lambda: weights.load(engine.module), control)
+
+
+def shard_what_hooks_made(engine: StepEngine, control: ControlGroup, convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Shard parameters that have come later, as ``on_load_checkpoint`` makes layers as large as the checkpoint's.
+
+    Every rank calls it, before weights are loaded; ``convert`` gives parameters the dtype of the run.
+
+    Raises:
+        ConfigError: on all ranks, if they have made others.
+    """
+    named = engine.module.named_parameters() if engine.layouts else ()
+    made = {name: tuple(parameter.shape) for name, parameter in named if not isinstance(parameter, DTensor)}
+    if not control.agrees(repr(made)):
+        raise ConfigError(
+            f"on_load_checkpoint has made the parameters {list(made) or 'none'} on this rank, and others, or of other "
+            "shapes, on another: make them alike on all ranks"
+        )
+    if made:
+        convert(engine.module)
+        engine.forget_captures()
+        engine.shard_parameters()
 
 
 def _together(action: Callable[[], T], control: ControlGroup) -> T:

@@ -254,6 +254,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)
         self._while_set_up.enter_context(assigned_in_shards())
+        self.restore(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.precision_plugin.ranks = self.mesh.submesh(self.mesh.spec.names)
@@ -261,7 +262,6 @@ class AutoParallelStrategy(SavingStrategy):
         self.precision_plugin.around_backward = self._around_backward
         self.precision_plugin.reduce_gradients = self._steps.reduce_gradients
         self.setup_precision_plugin()
-        self.restore(trainer)
 
     def _engine_for(self, module: LightningModule) -> StepEngine:
         precision = self.precision_plugin
