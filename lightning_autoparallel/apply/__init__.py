@@ -3,7 +3,6 @@
 from lightning_autoparallel.apply.copies import copies_of, shard_copy, take_whole_tensors
 from lightning_autoparallel.apply.gather import (
     gather_module,
-    gathered,
     rebind,
     shard_like,
     sharded_state,
@@ -23,6 +22,7 @@ from lightning_autoparallel.apply.params import (
     shard_module,
     share_buffers,
 )
+from lightning_autoparallel.apply.states import gathered, mapped_state
 from lightning_autoparallel.apply.unreduced import UnreducedLayout
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "gathered",
     "lie_anew",
     "lower_graph",
+    "mapped_state",
     "materialise_module",
     "materialise_whole",
     "parameter_layouts",

@@ -35,6 +35,14 @@ def take_whole_tensors(module: nn.Module) -> list[RemovableHandle]:
     return [part.register_load_state_dict_pre_hook(_cut) for part in module.modules() if part._parameters]
 
 
+def take_as_they_come(copy: nn.Module) -> None:
+    """Undo ``take_whole_tensors`` in a copy of a module."""
+    for part in copy.modules():
+        hooks = part._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is _cut]:
+            del hooks[key]
+
+
 def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module._parameters.items():
         key = f"{prefix}{name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -41,28 +40,6 @@ def whole_on_host(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
-
-
-def gathered(state: Any, keep: bool = True) -> Any:
-    """``state`` with whole tensors on the host in the place of shards; every rank calls it with the same shards.
-
-    One that does not ``keep`` them gets none.
-    """
-
-    def whole(leaf: Any) -> Any:
-        found = whole_on_host(leaf) if isinstance(leaf, DTensor) else leaf
-        return found if keep or not isinstance(leaf, DTensor) else None
-
-    return mapped_state(whole, state)
-
-
-def mapped_state(convert: Callable[[Any], Any], state: Any) -> Any:
-    """``state`` with its leaves converted; state dicts keep the modules' versions, by which they are read."""
-    mapped = tree_map(convert, state)
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            mapped[key]._metadata = value._metadata
-    return mapped
 
 
 def rebind(optimizer: Optimizer, replacements: Replacements, convert: Callable[[Tensor, str, Any], Any]) -> None:

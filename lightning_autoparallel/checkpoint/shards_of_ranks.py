@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from lightning_autoparallel.apply.gather import mapped_state, whole_on_host
+from lightning_autoparallel.apply.gather import whole_on_host
+from lightning_autoparallel.apply.states import mapped_state
 from lightning_autoparallel.checkpoint.together import first_rank_runs
 from lightning_autoparallel.errors import CheckpointError
-from lightning_autoparallel.torch_compat.later_tensors import LaterTensor
+from lightning_autoparallel.torch_compat.later_tensors import LaterParameter, LaterTensor
 
 _NOTHING_MORE = -1
 
@@ -107,8 +108,17 @@ class ShardsOfRanks:
     def _taken(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
+        if not isinstance(leaf, nn.Parameter):
+            return self._later(leaf)
+        value = self._later(leaf)
+        if isinstance(value, Tensor):
+            return nn.Parameter(value, leaf.requires_grad)
+        return LaterParameter(value, leaf.requires_grad)
+
+    def _later(self, leaf: DTensor) -> LaterTensor | Tensor:
         if not _is_plain(leaf):
-            return whole_on_host(leaf)
+            whole: Tensor = whole_on_host(leaf)
+            return whole
         # Each has a number of its own on every rank, also those that are one tensor: a rank cannot tell for others.
         made = LaterTensor(leaf.shape, leaf.dtype, partial(self._whole, len(self._local)))
         self._add(leaf)

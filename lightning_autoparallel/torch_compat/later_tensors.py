@@ -37,6 +37,19 @@ class LaterTensor:
         return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
 
 
+class LaterParameter:
+    """Is pickled as a parameter of the tensor that ``value`` is pickled as."""
+
+    def __init__(self, value: LaterTensor, requires_grad: bool) -> None:
+        self._value, self._requires_grad = value, requires_grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaterParameter:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_parameter, (self._value, self._requires_grad, OrderedDict())
+
+
 class _Later:
     """What ``torch.save`` asks of an untyped storage."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -214,3 +215,42 @@ def test_layers_that_some_ranks_make(worlds: Worlds, tmp_path: Path) -> None:
     first, second = worlds(2).run(error_of, HeadOfRank, path)
     assert first.startswith("ConfigError: on_load_checkpoint has made the parameters ['net.2.weight', 'net.2.bias'] on")
     assert second.startswith("ConfigError: on_load_checkpoint has made the parameters none on this rank")
+
+
+class GivenModule(Run):
+    """Has a module among its hyperparameters, as a backbone that is made outside."""
+
+    def __init__(self, backbone: nn.Module | None = None) -> None:
+        super().__init__()
+        if backbone is None:
+            backbone = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 6).requires_grad_(False))
+        self.backbone = backbone
+        self.save_hyperparameters({"backbone": backbone})
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((self.backbone(batch[0]), batch[1]))
+
+
+def module_in(path: Path) -> nn.Module:
+    """The module among the hyperparameters, in a file or a folder."""
+    saved = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
+    return saved["hyper_parameters"]["backbone"]
+
+
+@pytest.mark.parametrize("options", [{}, FOLDER, {"async_save": True}], ids=str)
+def test_a_module_among_hyperparameters(options: dict[str, Any], worlds: Worlds, tmp_path: Path) -> None:
+    ours, plain = tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"
+    fit(GivenModule, None, str(plain))
+    worlds(2).run(fit, GivenModule, MESH, str(ours), None, options)
+    found, expected = module_in(ours), module_in(plain)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+    kinds = [
+        {name: (type(p), p.requires_grad) for name, p in module.named_parameters()} for module in (found, expected)
+    ]
+    assert kinds[0] == kinds[1]
+    torch.save(found, file := io.BytesIO())
+    assert b"lightning_autoparallel" not in file.getvalue()  # a process without us loads it
+    if ours.is_file():
+        again = GivenModule.load_from_checkpoint(ours, weights_only=False)
+        weights = torch.load(ours, weights_only=False)["state_dict"]
+        torch.testing.assert_close(again.state_dict(), weights, rtol=0, atol=0)
