@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -327,7 +326,7 @@ class AutoParallelStrategy(SavingStrategy):
     def model_to_device(self) -> None:
         """Sharding has put every parameter where it belongs."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """``empty_init=True`` builds on meta: ``setup`` then makes the shards only."""
         context = torch.device("meta") if empty_init else nullcontext()
@@ -342,7 +341,7 @@ class AutoParallelStrategy(SavingStrategy):
             share_out_evenly(dataloader, lambda: every_rank_needs_its_own(trainer), partial(_tell_repeated, trainer))
         return dataloader
 
-    @contextlib.contextmanager
+    @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around ``configure_model``: weights are loaded when the module lies in shards."""
         with self.weights_to_come.requested():
@@ -384,14 +383,14 @@ class AutoParallelStrategy(SavingStrategy):
         with self._outside.inside():
             return self._steps.run(name, args)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _around_backward(self) -> Iterator[None]:
         """Its collectives are counted with those of the forward."""
         assert self._steps is not None
         with self._outside.inside(), self._steps.backward(), shards_asked_for_nan():
             yield
 
-    @contextlib.contextmanager
+    @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Around a micro-batch after which no optimizer steps: gradients that may wait are not reduced."""
         assert self._steps is not None
@@ -471,7 +470,7 @@ class AutoParallelStrategy(SavingStrategy):
             rebind(optimizer, engine.replacements, whole_state)
         self._is_sharded = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Inside, the module and its optimizers are those of one device, and may be changed; every rank enters alike.
 
