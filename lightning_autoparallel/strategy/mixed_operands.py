@@ -27,7 +27,8 @@ Call = Callable[..., Any]
 _LEFT_ALONE = {*OF_THE_TENSOR_ITSELF, "backward", "grad"}
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _DRAWN = ("rand_like", "randn_like", "randint_like")
-_FOR_NO_SHARDS = ("Sharding propagation failed", "does not have a sharding strategy")  # as torch says it
+# As torch says it.
+_FOR_NO_SHARDS = ("Sharding propagation failed", "does not have a sharding strategy", "not supported with DTensor")
 
 
 class MixedOperands(TorchFunctionMode):
