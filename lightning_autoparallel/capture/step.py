@@ -421,7 +421,7 @@ def _batch_dims(
         finally:
             step(*arguments)  # what the step recorded is again that of its own batch
 
-    return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows)
+    return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows, request.training)
 
 
 def _fake_arguments(request: StepRequest, times: int = 1) -> tuple[Tensor, ...]:

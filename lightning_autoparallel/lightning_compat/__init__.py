@@ -225,6 +225,13 @@ def batches_begun(trainer: Trainer) -> int:
     return int(trainer._active_loop.batch_progress.current.ready)  # type: ignore[union-attr]
 
 
+def kept_predictions(trainer: Trainer) -> list[tuple[Any, list[Any], list[Any]]]:
+    """Of each loader: it, what was predicted of its batches, and of which rows; empty where nobody asks for that."""
+    loop = trainer.predict_loop
+    loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
+    return list(zip(loaders, loop._predictions, loop.epoch_batch_indices, strict=True))
+
+
 all_gather_if_available = distributed._all_gather_ddp_if_available
 default_process_group_backend = distributed._get_default_process_group_backend_for_device
 distributed_is_initialized = distributed._distributed_is_initialized
@@ -284,6 +291,7 @@ __all__ = [
     "injected_samplers",
     "is_param_in_hook_signature",
     "is_saved_by_trainer",
+    "kept_predictions",
     "mixed_flavours",
     "rank_zero_debug",
     "rank_zero_info",

@@ -10,6 +10,7 @@ from unittest import mock
 
 from lightning_autoparallel.lightning_compat import trainer_calls
 
+_BY_NAME = ("_call_lightning_module_hook", "_call_callback_hooks")
 _OF_STEPS = ("optimizer_step", "lr_scheduler_step")
 Context = Callable[[str], contextlib.AbstractContextManager[Any]]  # of a hook's name
 
@@ -36,12 +37,28 @@ def around_hooks(context: Context) -> Iterator[None]:
 
         return call
 
-    named = ("_call_lightning_module_hook", "_call_callback_hooks")
     others = {f"_call_callbacks_{hook}": hook for hook in ("on_save_checkpoint", "on_load_checkpoint")}
     with contextlib.ExitStack() as stack:
-        for name in named:
+        for name in _BY_NAME:
             stack.enter_context(mock.patch.object(trainer_calls, name, by_name(getattr(trainer_calls, name))))
         for name, hook in others.items():
             around = of_checkpoints(getattr(trainer_calls, name), hook)
             stack.enter_context(mock.patch.object(trainer_calls, name, around))
+        yield
+
+
+@contextlib.contextmanager
+def hooks_where(runs: Callable[[str, tuple[Any, ...]], bool]) -> Iterator[None]:
+    """While open, hooks of LightningModules and callbacks run only where ``runs(name, args)``."""
+
+    def by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+            return original(trainer, hook_name, *args, **kwargs) if runs(hook_name, args) else None
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in _BY_NAME:
+            stack.enter_context(mock.patch.object(trainer_calls, name, by_name(getattr(trainer_calls, name))))
         yield

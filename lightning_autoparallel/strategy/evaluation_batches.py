@@ -62,7 +62,12 @@ class EvaluationBatches(Sampler[list[int]]):
         if not self._pads() or rest >= self._global_rows:
             return 0
         own = len(range(self.sampler.rank, rest, self.sampler.num_replicas))
-        return -(-rest // self.sampler.num_replicas) - own
+        return self.rows(index) - own
+
+    def rows(self, index: int) -> int:
+        """How many rows each rank's batch has, spare ones among them, unless it is common."""
+        rest = len(self._whole()) - index * self._global_rows
+        return min(self.batch_size, -(-rest // self.sampler.num_replicas))
 
     @property
     def _global_rows(self) -> int:

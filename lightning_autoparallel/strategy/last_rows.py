@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_autoparallel.lightning_compat import (
     Trainer,
@@ -14,9 +17,12 @@ from lightning_autoparallel.lightning_compat import (
     current_loader,
     evaluates_one_by_one,
     is_param_in_hook_signature,
+    kept_predictions,
+    rank_zero_warn,
 )
-from lightning_autoparallel.strategy.evaluation_batches import batches_of
-from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
+from lightning_autoparallel.lightning_compat.hooks import hooks_where
+from lightning_autoparallel.strategy.evaluation_batches import batches_of, share_out_evenly
+from lightning_autoparallel.strategy.own_rows import OwnRows, RowDim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,8 @@ class RowsOfBatch:
     """Whose rows a batch holds.
 
     ``common`` ones are held by every rank; ``some_common`` says that its loader has such batches, ``some_own`` that
-    it has others. The last ``spare`` rows of the batch belong to other ranks.
+    it has others. The last ``spare`` of its ``rows`` belong to other ranks;
+    in an evaluation that pads they count as the rank's own, as under DDP.
     """
 
     index: int = 0
@@ -33,6 +40,12 @@ class RowsOfBatch:
     some_common: bool = False
     some_own: bool = True
     spare: int = 0
+    rows: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the rank has no rows of its own in it, and takes part for the sake of others."""
+        return 0 < self.spare == self.rows
 
 
 def rows_of_this(trainer: Trainer, args: tuple[Any, ...]) -> RowsOfBatch:
@@ -49,11 +62,27 @@ def rows_of_this(trainer: Trainer, args: tuple[Any, ...]) -> RowsOfBatch:
         common=index >= common_from,
         some_common=common_from < length,
         some_own=common_from > 0,
-        spare=batches.spare_rows(index),
+        spare=batches.spare_rows(index) if trainer.predicting else 0,
+        rows=batches.rows(index),
     )
 
 
-def every_rank_needs_its_own(trainer: Trainer) -> bool:
+def share_out_rows(loader: DataLoader[Any], trainer: Trainer) -> None:
+    """Let a loader of an evaluation hand out each row once, whether ranks can share them out evenly or not."""
+    share_out_evenly(loader, lambda: _every_rank_needs_its_own(trainer), partial(_tell_repeated, trainer))
+
+
+def _tell_repeated(trainer: Trainer, rows: int) -> None:
+    """Predictions are cut to the rank's own rows; what is logged of an evaluation is not."""
+    if not trainer.predicting:
+        rank_zero_warn(
+            f"autoparallel: {rows} row(s) of this evaluation are counted twice: ranks cannot share rows out evenly "
+            "where loaders are read at once, a step takes its batches from an iterator, or a loader has a batch "
+            "sampler of its own; give it a number of rows that divides, or loaders one after another without it"
+        )
+
+
+def _every_rank_needs_its_own(trainer: Trainer) -> bool:
     """Whether batches that all ranks hold would be taken for those of different rows.
 
     Predictions are those of the rank's rows. Of several loaders' batches that come together only some may be common,
@@ -64,46 +93,55 @@ def every_rank_needs_its_own(trainer: Trainer) -> bool:
     return trainer.predicting or takes_iterator or not evaluates_one_by_one(trainer)
 
 
-RowDim = Callable[[Tensor], int | None]
+@contextlib.contextmanager
+def idle_ranks_unseen(trainer: Trainer) -> Iterator[None]:
+    """While open, a batch in which a rank has no rows of its own is none for hooks there, nor among its predictions."""
+
+    def runs(hook: str, args: tuple[Any, ...]) -> bool:
+        if hook == "on_predict_epoch_end":
+            _forget_idle(trainer)
+        of_batch = {"on_predict_batch_start": args, "on_predict_batch_end": args[1:]}.get(hook)
+        return of_batch is None or not rows_of_this(trainer, of_batch).is_idle
+
+    with hooks_where(runs):
+        yield
 
 
-def without_spare(output: Any, batch: Any, rows: RowsOfBatch, row_dim: RowDim) -> Any:
-    """A prediction for the rank's own rows: without what it holds of the ``spare`` ones.
+def _forget_idle(trainer: Trainer) -> None:
+    for loader, predictions, indices in kept_predictions(trainer):
+        batches, last = batches_of(loader), len(predictions) - 1
+        if batches is not None and last >= 0 and 0 < batches.spare_rows(last) == batches.rows(last):
+            del predictions[last:], indices[last:]
 
-    ``row_dim`` says of a tensor of the output in which dim it has the rows of the batch, if it has them. Lists of the
-    batch, of names for example, that are returned as they are have them, too. An item that is a batch by itself and
-    another rank's gives None.
+
+def without_spare(output: Any, batch: Any, rows: RowsOfBatch, row_dims: RowDim | None = None) -> Any:
+    """A prediction for the rank's own rows: without what it holds of the ``spare`` ones, None where all are.
+
+    ``row_dims`` is as ``OwnRows`` takes it. A writer of predictions is told the indices of what is left.
     """
     if not rows.spare:
         return output
-    if rows.loader.batch_sampler is None:
+    if rows.is_idle:
+        _forget_indices(rows)
         return None
+    own = OwnRows(rows.rows, rows.spare, batch, row_dims)
+    left = own.cut(output)
+    if own.are_found or row_dims is not None:
+        _forget_indices(rows)
+    if own.doubts and row_dims is None:
+        warnings.warn(_doubtful(own.doubts[0], rows), stacklevel=2)  # where it is: rank 0 has rows of its own only
+    return left
+
+
+def _forget_indices(rows: RowsOfBatch) -> None:
     indices = getattr(rows.loader.batch_sampler, "seen_batch_indices", None)
     if indices:
         del indices[rows.index][-rows.spare :]
-    lists = _lists(batch)
-
-    def is_leaf(part: Any) -> bool:
-        return isinstance(part, list) and part in lists
-
-    def own(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return leaf[: -rows.spare]
-        dim = row_dim(leaf) if isinstance(leaf, Tensor) else None
-        return leaf if dim is None else leaf.narrow(dim, 0, leaf.shape[dim] - rows.spare)
-
-    return tree_map(own, output, is_leaf=is_leaf)
 
 
-def _lists(batch: Any) -> list[list[Any]]:
-    """The lists of strings or numbers in a batch: one for each row."""
-    found: list[list[Any]] = []
-
-    def is_row_list(part: Any) -> bool:
-        if isinstance(part, list) and part and all(isinstance(item, (str, int, float)) for item in part):
-            found.append(part)
-            return True
-        return False
-
-    tree_flatten(batch, is_leaf=is_row_list)
-    return found
+def _doubtful(what: str, rows: RowsOfBatch) -> str:
+    return (
+        f"autoparallel: predict_step returns {what} for a batch of {rows.rows} rows, of which the last is another "
+        "rank's: what it holds of that row cannot be told, and is predicted twice. Return tensors, arrays or lists "
+        "with one entry for each row, several of them in a dict, or predict as many rows as ranks can share out"
+    )

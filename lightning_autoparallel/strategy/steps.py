@@ -23,7 +23,7 @@ from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.pipeline.plan_of_calls import begin_step
 from lightning_autoparallel.strategy.early_gradients import free_gradients, told_of_kept
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
-from lightning_autoparallel.strategy.last_rows import RowDim, RowsOfBatch, rows_of_this, without_spare
+from lightning_autoparallel.strategy.last_rows import RowsOfBatch, idle_ranks_unseen, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
 from lightning_autoparallel.strategy.launch_counts import LaunchCounter
 from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
@@ -31,7 +31,6 @@ from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
 from lightning_autoparallel.strategy.synced_numbers import LoggedNumbers
-from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 _BATCH_INDEX = "batch_idx"
 _PATIENCE = 64  # training steps; closures of optimizers run several for one of theirs
@@ -59,6 +58,12 @@ class LightningSteps:
     def end(self) -> None:
         """Nothing runs any more; the module's metrics are as they were."""
         self._scopes.end()
+
+    @contextlib.contextmanager
+    def around_hooks(self) -> Iterator[None]:
+        """From the Trainer's setup to its teardown: hooks see the rows that the rank has."""
+        with idle_ranks_unseen(self._trainer):
+            yield
 
     def forget_captures(self) -> None:
         """The module is made of other parameters: what was captured whole is captured anew."""
@@ -125,7 +130,7 @@ class LightningSteps:
                 self._notice(unfound)
         with around():
             output = self.forward.run(name, args, self._counters(args), rows)
-            return without_spare(output, args[0], rows, _same_length(args[0]))
+            return without_spare(output, args[0], rows)
 
     @property
     def _patience(self) -> int:
@@ -293,13 +298,6 @@ class LightningSteps:
         if message not in self._noticed:
             self._noticed.add(message)
             rank_zero_warn(message)
-
-
-def _same_length(batch: Any) -> RowDim:
-    """Where a step runs as it is written: tensors that are as long as the first of the batch have its rows."""
-    leaves, _ = tree_flatten(batch)
-    length = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-    return lambda tensor: 0 if tensor.dim() and len(tensor) == length else None
 
 
 def _loss_of(output: Any) -> Tensor:

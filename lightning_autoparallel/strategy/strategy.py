@@ -41,9 +41,8 @@ from lightning_autoparallel.pipeline.updates_at_once import updating
 from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
 from lightning_autoparallel.strategy.early_gradients import earlier_gradients, micro_batches
-from lightning_autoparallel.strategy.evaluation_batches import share_out_evenly
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
-from lightning_autoparallel.strategy.last_rows import every_rank_needs_its_own
+from lightning_autoparallel.strategy.last_rows import share_out_rows
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
 from lightning_autoparallel.strategy.lightning_tools import check_tools, count_every_row_once
 from lightning_autoparallel.strategy.metrics import joined_over_rows
@@ -249,6 +248,7 @@ class AutoParallelStrategy(SavingStrategy):
         engine.optimizers, engine.placed = partial(self._all_optimizers, trainer), self._steps.forget_captures
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
+        self._while_set_up.enter_context(self._steps.around_hooks())
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
         self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)
@@ -338,7 +338,7 @@ class AutoParallelStrategy(SavingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if isinstance(dataloader, DataLoader) and not trainer.training:
-            share_out_evenly(dataloader, lambda: every_rank_needs_its_own(trainer), partial(_tell_repeated, trainer))
+            share_out_rows(dataloader, trainer)
         return dataloader
 
     @contextmanager
@@ -487,13 +487,3 @@ class AutoParallelStrategy(SavingStrategy):
                 yield
         finally:
             self._is_sharded = True
-
-
-def _tell_repeated(trainer: Trainer, rows: int) -> None:
-    """Predictions are cut to the rank's own rows; what is logged of an evaluation is not."""
-    if not trainer.predicting:
-        rank_zero_warn(
-            f"autoparallel: {rows} row(s) of this evaluation are counted twice: ranks cannot share rows out evenly "
-            "where loaders are read at once, a step takes its batches from an iterator, or a loader has a batch "
-            "sampler of its own; give it a number of rows that divides, or loaders one after another without it"
-        )
