@@ -225,6 +225,11 @@ def batches_begun(trainer: Trainer) -> int:
     return int(trainer._active_loop.batch_progress.current.ready)  # type: ignore[union-attr]
 
 
+def is_of_lightning(module: str) -> bool:
+    """Whether what is defined in a Python module is Lightning's, not a user's."""
+    return module.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
 def kept_predictions(trainer: Trainer) -> list[tuple[Any, list[Any], list[Any]]]:
     """Of each loader: it, what was predicted of its batches, and of which rows; empty where nobody asks for that."""
     loop = trainer.predict_loop
@@ -289,6 +294,7 @@ __all__ = [
     "hears_of_cleared_gradients",
     "init_process_group",
     "injected_samplers",
+    "is_of_lightning",
     "is_param_in_hook_signature",
     "is_saved_by_trainer",
     "kept_predictions",

@@ -19,6 +19,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
+from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 
 def weigh_rows(trainer: Trainer, shards: int) -> None:
@@ -65,7 +66,7 @@ def _nothing(value: Any) -> Any:
 
 @contextlib.contextmanager
 def counting_once(module: LightningModule, rows: RowsOfBatch, scopes: MetricScopes) -> Iterator[None]:
-    """Around a step that runs as it is written, on a batch of these ``rows``."""
+    """Around what runs as it is written, on a batch of these ``rows``: a step, or the hooks behind any step."""
     if not rows.some_common:
         yield
         return
@@ -74,11 +75,19 @@ def counting_once(module: LightningModule, rows: RowsOfBatch, scopes: MetricScop
         for name in ("log", "log_dict"):
             counted = counted_log(getattr(module, name), rows, scopes)
             stack.enter_context(mock.patch.object(module, name, counted))
-        for metric in outermost_metrics(module) if rows.common else ():
+        for metric in _metrics_at_hand(module) if rows.common else ():
             for name in ("update", "forward"):
                 counted_call = _counted_call(metric, getattr(metric, name), rows, scopes)
                 stack.enter_context(mock.patch.object(metric, name, counted_call))
         yield
+
+
+def _metrics_at_hand(module: LightningModule) -> list[nn.Module]:
+    """The metrics of a module and of callbacks, also those in attributes that torch does not know."""
+    holders = [*module.modules(), *module.trainer.callbacks]  # type: ignore[attr-defined]
+    leaves, _ = tree_flatten([vars(holder) for holder in holders])
+    found = outermost_metrics(nn.ModuleList([leaf for leaf in leaves if isinstance(leaf, nn.Module)]))
+    return list({id(metric): metric for metric in found}.values())
 
 
 def counted_log(log: Callable[..., None], rows: RowsOfBatch, scopes: MetricScopes) -> Callable[..., None]:

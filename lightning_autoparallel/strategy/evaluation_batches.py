@@ -18,7 +18,8 @@ class EvaluationBatches(Sampler[list[int]]):
     """One rank's batches of indices: its rows of each global batch, which is that of one device.
 
     What the ranks cannot share out evenly comes last. It is *common*: every rank holds all of it, or, where
-    ``pads()`` says so, each rank holds its part, filled up with rows of the others.
+    ``pads()`` says so, each rank holds its part, filled up with rows of the others. Where a module ``collects`` rows by
+    itself, no more than one row is common.
 
     Args:
         sampler: what Lightning shares rows out with; it says in which order they come, and to how many ranks they go.
@@ -26,6 +27,7 @@ class EvaluationBatches(Sampler[list[int]]):
         drop_last: whether what does not fill a batch is left out.
         pads: asked when batches are made.
         repeated: told, when they are read, how many rows two ranks hold.
+        collects: whether common rows cannot be counted once.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class EvaluationBatches(Sampler[list[int]]):
         drop_last: bool,
         pads: Callable[[], bool],
         repeated: Callable[[int], None] = lambda rows: None,
+        collects: bool = False,
     ) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, rows, drop_last
-        self._pads, self._repeated = pads, repeated
+        self._pads, self._repeated, self._collects = pads, repeated, collects
 
     def __len__(self) -> int:
         return self._full + len(self._last(range(self._full * self._global_rows, len(self._whole()))))
@@ -45,7 +48,7 @@ class EvaluationBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = list(self._whole())
         rest = len(order) % self._global_rows
-        if self._pads() and not self.drop_last and (filled := -rest % self.sampler.num_replicas):
+        if self._fills(rest) and not self.drop_last and (filled := -rest % self.sampler.num_replicas):
             self._repeated(filled)
         stops = range(self._global_rows, self._full * self._global_rows + 1, self._global_rows)
         full = (self._own(order[stop - self._global_rows : stop]) for stop in stops)
@@ -59,7 +62,7 @@ class EvaluationBatches(Sampler[list[int]]):
     def spare_rows(self, index: int) -> int:
         """How many rows of this rank's batch are other ranks' too, and come last in it."""
         rest = len(self._whole()) - index * self._global_rows
-        if not self._pads() or rest >= self._global_rows:
+        if rest >= self._global_rows or not self._fills(rest):
             return 0
         own = len(range(self.sampler.rank, rest, self.sampler.num_replicas))
         return self.rows(index) - own
@@ -77,6 +80,10 @@ class EvaluationBatches(Sampler[list[int]]):
     def _full(self) -> int:
         return len(self._whole()) // self._global_rows
 
+    def _fills(self, rest: int) -> bool:
+        """Whether the last rows are shared out with some twice; one alone is collected no more often on every rank."""
+        return self._pads() or (self._collects and rest % self.sampler.num_replicas > 1)
+
     def _whole(self) -> DistributedSampler[Any]:
         """The order of all rows, as the sampler of one single rank has it."""
         whole = copy.copy(self.sampler)
@@ -89,10 +96,11 @@ class EvaluationBatches(Sampler[list[int]]):
         ranks, most = self.sampler.num_replicas, 1 if self.batch_size == 1 else _MOST_COMMON * self.batch_size
         if self.drop_last or rest == 0:
             return []
-        if rest % ranks == 0 or self._pads():
+        if rest % ranks == 0 or self._fills(rest):
             return [(rest, False)]
         # where there is nothing else, too, every rank has rows of its own: metrics cannot join states of none
-        even = 0 if rest <= most and self._full else rest - rest % ranks
+        at_once = rest <= most and self._full and not self._collects
+        even = 0 if at_once else rest - rest % ranks
         common = [(min(most, rest - start), True) for start in range(even, rest, most)]
         return [(even, False), *common] if even else common
 
@@ -124,7 +132,9 @@ class _Items(Sampler[int]):
         return (index for (index,) in self.batches)
 
 
-def share_out_evenly(loader: DataLoader[Any], pads: Callable[[], bool], repeated: Callable[[int], None]) -> None:
+def share_out_evenly(
+    loader: DataLoader[Any], pads: Callable[[], bool], repeated: Callable[[int], None], collects: bool = False
+) -> None:
     """Let a loader that Lightning shares out over ranks hand out each row once.
 
     Loaders with samplers or batch samplers of the user's own that keep rows to ranks are left as they are. ``repeated``
@@ -144,9 +154,9 @@ def share_out_evenly(loader: DataLoader[Any], pads: Callable[[], bool], repeated
         return
     if inner is None:
         # a DataLoader lets nobody set its samplers; made again, it would lose what else it holds
-        vars(loader)["sampler"] = _Items(EvaluationBatches(sampler, 1, False, pads, repeated))
+        vars(loader)["sampler"] = _Items(EvaluationBatches(sampler, 1, False, pads, repeated, collects))
         return
-    batches = EvaluationBatches(sampler, inner.batch_size, inner.drop_last, pads, repeated)
+    batches = EvaluationBatches(sampler, inner.batch_size, inner.drop_last, pads, repeated, collects)
     if keeps_indices:
         batch_sampler._batch_sampler = batches  # type: ignore[union-attr]
     else:

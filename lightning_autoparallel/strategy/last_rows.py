@@ -21,6 +21,7 @@ from lightning_autoparallel.lightning_compat import (
     rank_zero_warn,
 )
 from lightning_autoparallel.lightning_compat.hooks import hooks_where
+from lightning_autoparallel.strategy.collected import collects
 from lightning_autoparallel.strategy.evaluation_batches import batches_of, share_out_evenly
 from lightning_autoparallel.strategy.own_rows import OwnRows, RowDim
 
@@ -69,7 +70,8 @@ def rows_of_this(trainer: Trainer, args: tuple[Any, ...]) -> RowsOfBatch:
 
 def share_out_rows(loader: DataLoader[Any], trainer: Trainer) -> None:
     """Let a loader of an evaluation hand out each row once, whether ranks can share them out evenly or not."""
-    share_out_evenly(loader, lambda: _every_rank_needs_its_own(trainer), partial(_tell_repeated, trainer))
+    pads, told = partial(_every_rank_needs_its_own, trainer), partial(_tell_repeated, trainer)
+    share_out_evenly(loader, pads, told, not trainer.predicting and collects(trainer))
 
 
 def _tell_repeated(trainer: Trainer, rows: int) -> None:
@@ -77,8 +79,9 @@ def _tell_repeated(trainer: Trainer, rows: int) -> None:
     if not trainer.predicting:
         rank_zero_warn(
             f"autoparallel: {rows} row(s) of this evaluation are counted twice: ranks cannot share rows out evenly "
-            "where loaders are read at once, a step takes its batches from an iterator, or a loader has a batch "
-            "sampler of its own; give it a number of rows that divides, or loaders one after another without it"
+            "where loaders are read at once, a step takes its batches from an iterator, a loader has a batch sampler "
+            "of its own, or steps and hooks collect results in attributes; give it a number of rows that divides, "
+            "loaders one after another without a sampler, or count by torchmetrics"
         )
 
 

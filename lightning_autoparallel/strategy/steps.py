@@ -17,10 +17,12 @@ from lightning_autoparallel.config import CaptureSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import CaptureError, RanksDifferError, StepFailedError, TooManyCapturesError
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer, is_param_in_hook_signature, rank_zero_warn
+from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.pipeline.plan_of_calls import begin_step
+from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.early_gradients import free_gradients, told_of_kept
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch, idle_ranks_unseen, rows_of_this, without_spare
@@ -53,6 +55,7 @@ class LightningSteps:
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
         self._accumulates = False
+        self._rows = RowsOfBatch()  # of the step that ran last
         self._forward: ForwardSteps | None = None
 
     def end(self) -> None:
@@ -61,9 +64,14 @@ class LightningSteps:
 
     @contextlib.contextmanager
     def around_hooks(self) -> Iterator[None]:
-        """From the Trainer's setup to its teardown: hooks see the rows that the rank has."""
-        with idle_ranks_unseen(self._trainer):
+        """From the Trainer's setup to its teardown: hooks see the rows that the rank has, and count each once."""
+        with idle_ranks_unseen(self._trainer), around_hooks(self._counting):
             yield
+
+    def _counting(self, hook: str) -> contextlib.AbstractContextManager[None]:
+        if hook not in ("on_validation_batch_end", "on_test_batch_end"):
+            return contextlib.nullcontext()
+        return counting_once(self._module, self._rows, self._scopes)
 
     def forget_captures(self) -> None:
         """The module is made of other parameters: what was captured whole is captured anew."""
@@ -112,7 +120,7 @@ class LightningSteps:
             self.launches.start()
             self._engine.deferred.active = self._defers()
         around = self.launches.counting if name == "training_step" else contextlib.nullcontext
-        rows = RowsOfBatch() if name == "training_step" else rows_of_this(self._trainer, args)
+        self._rows = rows = RowsOfBatch() if name == "training_step" else rows_of_this(self._trainer, args)
         if rows.common:
             args = (self._engine.context.control.same_batch(args[0]), *args[1:])
         if self.mode(name) == "step":

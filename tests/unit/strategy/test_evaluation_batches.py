@@ -47,6 +47,16 @@ def test_predicted_rows_are_each_rank_s_own_but_for_the_spare(rows: int, ranks: 
     assert sorted(own) == list(range(rows))
 
 
+@pytest.mark.parametrize(("rows", "ranks", "size"), GRID)
+def test_as_many_rows_are_collected_as_of_a_distributed_sampler(rows: int, ranks: int, size: int) -> None:
+    samplers = [DistributedSampler(range(rows), num_replicas=ranks, rank=rank, shuffle=False) for rank in range(ranks)]
+    everyone = [EvaluationBatches(sampler, size, False, lambda: False, collects=True) for sampler in samplers]
+    assert len({len(batches) for batches in everyone} | {len(list(batches)) for batches in everyone}) == 1
+    collected = [[row for batch in batches for row in batch] for batches in everyone]
+    assert [len(mine) for mine in collected] == [len(list(sampler)) for sampler in samplers]
+    assert {row for mine in collected for row in mine} == set(range(rows))
+
+
 def test_global_batches_are_those_of_one_device() -> None:
     first, second = (list(batches) for batches in made(11, 2, 2))
     assert [sorted({*mine, *theirs}) for mine, theirs in zip(first, second, strict=True)] == [
