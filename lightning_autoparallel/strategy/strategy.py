@@ -266,6 +266,7 @@ class AutoParallelStrategy(SavingStrategy):
         precision = self.precision_plugin
         if self._engine is not None and self._engine.module is module and self._engine_precision == precision.precision:
             if not self._is_sharded:
+                precision.convert_module(module)  # layers may have been replaced since
                 self._place_parameters(self._engine)
             return self._engine
         assert self._control is not None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.conformance.saved import MESHES, Run
-from tests.distributed.jobs import Losses, make_strategy, make_trainer
+from tests.distributed.jobs import Losses, Net, make_strategy, make_trainer
 from tests.support.tiers import tiered
 from tests.support.worlds import Worlds
 
@@ -138,6 +138,49 @@ def test_shards_stay_where_asked(worlds: Worlds) -> None:
     for seen in worlds(2).run(twice, MESHES["2"], True):
         assert DTensor in seen["types"]
         assert isinstance(seen["optimizer"][0]["exp_avg"], DTensor)
+
+
+class OtherHead(Net):
+    """Takes another head, and another scale, before its second fit: those of 32 bits, as layers are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x) * self.scale, y)
+
+    def replace(self, head: bool) -> None:
+        """The scale alone meets no layer that would refuse its dtype."""
+        torch.manual_seed(7)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        if head:
+            self.net[2] = nn.Linear(10, 5)
+
+
+def fit_replaced(mesh: Mapping[str, int] | None, precision: Any, head: bool) -> dict[str, Tensor]:
+    """The parameters after two fits of one Trainer, between which layers are replaced."""
+    torch.manual_seed(0)
+    module, strategy = OtherHead(), make_strategy(mesh, {"plan": "fsdp"}) if mesh else None
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)
+    trainer = make_trainer(strategy, ranks, precision=precision)
+    trainer.fit(module, module.loader(rank, ranks))
+    module.replace(head)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, module.loader(rank, ranks))
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+REPLACED = [(precision, head) for precision in ("64-true", "bf16-true") for head in (True, False)]
+
+
+@pytest.mark.parametrize(("precision", "head"), tiered(REPLACED, [REPLACED[0], REPLACED[3]].__contains__))
+def test_layers_replaced_between_fits_have_the_precision_of_the_run(precision: str, head: bool, worlds: Worlds) -> None:
+    expected = fit_replaced(None, precision, head)
+    for parameters in worlds(2).run(fit_replaced, MESHES["2"], precision, head):
+        tolerance = 1e-9 if precision == "64-true" else 2e-2  # the same dtypes, too
+        torch.testing.assert_close(parameters, expected, rtol=tolerance, atol=tolerance)
 
 
 def copied_trainers(mesh: Mapping[str, int]) -> list[list[float]]:
