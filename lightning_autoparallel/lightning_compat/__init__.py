@@ -39,7 +39,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.overrides import distributed as samplers
-    from lightning.pytorch.plugins import TorchCheckpointIO
+    from lightning.pytorch.plugins import TorchCheckpointIO, TorchSyncBatchNorm
     from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import (
@@ -84,7 +84,7 @@ else:
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides import distributed as samplers
-    from pytorch_lightning.plugins import TorchCheckpointIO
+    from pytorch_lightning.plugins import TorchCheckpointIO, TorchSyncBatchNorm
     from pytorch_lightning.plugins.environments import ClusterEnvironment, LightningEnvironment
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import (
@@ -154,6 +154,11 @@ def begins_to_accumulate(trainer: Trainer) -> bool:
 def skips_backward(trainer: Trainer) -> bool:
     """Whether a training runs forwards only, as for the statistics of averaged weights."""
     return bool(trainer.fit_loop._skip_backward)
+
+
+def layer_sync(trainer: Trainer) -> Any:
+    """What a Trainer was given to make layers talk to other ranks (``sync_batchnorm``); None for nothing."""
+    return trainer.strategy._layer_sync  # type: ignore[attr-defined]
 
 
 def restore_modules_and_callbacks(trainer: Trainer) -> None:
@@ -275,6 +280,7 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "TorchCheckpointIO",
+    "TorchSyncBatchNorm",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
@@ -298,6 +304,7 @@ __all__ = [
     "is_param_in_hook_signature",
     "is_saved_by_trainer",
     "kept_predictions",
+    "layer_sync",
     "mixed_flavours",
     "rank_zero_debug",
     "rank_zero_info",

@@ -24,6 +24,7 @@ from lightning_autoparallel.errors import (
     did_you_mean,
 )
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
+from lightning_autoparallel.pipeline.synced_norms import SyncedNorms
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls, is_transformed
 
@@ -53,21 +54,25 @@ class ModuleCalls:
 
     Args:
         names: paths of the submodules that are captured; all of them, outermost first, where None.
+        syncs_norms: whether batch norms that train take the statistics of all ranks' rows.
 
     Raises:
         ConfigError: a name is no submodule's.
     """
 
-    def __init__(self, engine: StepEngine, host: CallHost, names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, engine: StepEngine, host: CallHost, names: Sequence[str] | None = None, syncs_norms: bool = False
+    ) -> None:
         self._engine, self._host, self._names = engine, host, names
         self._paths = _captured_paths(engine.module, names)
         self._eager: set[str] = set()  # modules whose own code runs, and may call captured ones
         self._never: set[str] = set()  # those that call none either
         self._said: set[str] = set()
-        self._inside = False
+        self._inside = self._captures = False
         context = engine.context
         self.parameters = WholeParameters(engine.module, context.mesh, context.control, engine.deferred.addend)
-        engine.backwards = self.parameters.backwards
+        engine.backwards = backwards = self.parameters.backwards
+        self._norms = SyncedNorms(engine.module, context.mesh, context.control, backwards) if syncs_norms else None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -85,7 +90,29 @@ class ModuleCalls:
         finally:
             self._inside = before
 
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        before, self._captures = self._captures, True
+        try:
+            with self.eager():
+                yield
+        finally:
+            self._captures = before
+
+    def _synced_norm(
+        self, norms: SyncedNorms, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._captures:
+            raise CaptureError(
+                f"{norms.name_of(module)} takes the statistics of all ranks' rows (sync_batchnorm=True), and what is "
+                "captured in forward mode is what a rank does with its own"
+            )
+        with self.eager():
+            return norms.run(original, module, args, kwargs)
+
     def _call(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._norms is not None and self._norms.concerns(module):
+            return self._synced_norm(self._norms, original, module, args, kwargs)
         known = self._paths.get(id(module))
         if self._inside or known is None or known[0] in self._eager:
             return original(module, *args, **kwargs)
@@ -95,7 +122,7 @@ class ModuleCalls:
         if path in self._never:
             return self._run_eagerly(original, module, args, kwargs)
         try:
-            with self.eager(), self.parameters.paused():
+            with self._capturing(), self.parameters.paused():
                 call = self._host.module_call(path, module)
                 result = self._engine.execute(call, (args, kwargs), self._host.counters())
         except OtherRankError as elsewhere:

@@ -10,10 +10,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from lightning_autoparallel.lightning_compat import (
-    Trainer,
     batch_samplers_that_keep_indices,
     injected_samplers,
-    rank_zero_warn,
 )
 
 _MOST_COMMON = 4  # times a rank's rows of a batch, where those are several: what every rank evaluates at once
@@ -182,13 +180,3 @@ def batches_of(loader: Any) -> EvaluationBatches | None:
         if isinstance(found, EvaluationBatches):
             return found
     return None
-
-
-def tell_repeated(trainer: Trainer, rows: int) -> None:
-    """Predictions are cut to the rank's own rows; what is logged of an evaluation is not."""
-    if not trainer.predicting:
-        rank_zero_warn(
-            f"autoparallel: {rows} row(s) of this evaluation are counted twice: ranks cannot share rows out evenly "
-            "where loaders are read at once, a step takes its batches from an iterator, or a loader has a batch "
-            "sampler of its own; give it a number of rows that divides, or loaders one after another without it"
-        )

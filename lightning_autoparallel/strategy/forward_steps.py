@@ -15,6 +15,7 @@ from lightning_autoparallel.pipeline.buffers import SharedBuffers
 from lightning_autoparallel.pipeline.module_calls import ModuleCalls
 from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
+from lightning_autoparallel.strategy.lightning_tools import syncs_norms
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 
@@ -43,7 +44,7 @@ class ForwardSteps:
         self._step = "training_step"
         self._counters: Mapping[str, int] = {}
         self._rows = RowsOfBatch()
-        self.calls = ModuleCalls(engine, self, names)
+        self.calls = ModuleCalls(engine, self, names, syncs_norms(trainer))
         self._buffers, self._has_run = SharedBuffers(module, engine.context), False
 
     def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int], rows: RowsOfBatch) -> Any:

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks and loggers that must be told of a mesh, or cannot work on one."""
+"""Lightning's own callbacks, loggers and plugins that must be told of a mesh, or cannot work on one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from lightning_autoparallel.lightning_compat import (
     StochasticWeightAveraging,
     TensorBoardLogger,
     ThroughputMonitor,
+    TorchSyncBatchNorm,
     Trainer,
+    TrainerFn,
     WeightAveraging,
+    layer_sync,
 )
 from lightning_autoparallel.mesh import ParallelMesh
 
@@ -22,8 +25,14 @@ def check_tools(trainer: Trainer, has_rules: bool) -> None:
     """Refuse what a Trainer's callbacks and loggers would do to parameters that lie in shards.
 
     Raises:
-        ConfigError: one of them traces the module on one rank alone, or prunes what it cannot.
+        ConfigError: one of them traces the module on one rank alone, prunes what it cannot, or changes its layers.
     """
+    synced = layer_sync(trainer)
+    if synced is not None and type(synced) is not TorchSyncBatchNorm:
+        raise ConfigError(
+            f"{type(synced).__name__} puts layers of its own into the module, which would join ranks beside the mesh: "
+            "leave the plugin out, and give the Trainer sync_batchnorm=True for batch norms of all ranks' rows"
+        )
     pruning = [callback for callback in trainer.callbacks if isinstance(callback, ModelPruning)]  # type: ignore[attr-defined]
     if pruning and has_rules:
         raise ConfigError(
@@ -47,6 +56,11 @@ def check_tools(trainer: Trainer, has_rules: bool) -> None:
                 "TensorBoardLogger(log_graph=True) traces the module on rank 0 alone, which has but its shards: leave "
                 "log_graph out, or call logger.log_graph(module) after fit"
             )
+
+
+def syncs_norms(trainer: Trainer) -> bool:
+    """Whether batch norms were asked to take the rows of all ranks; as elsewhere in Lightning, while it fits."""
+    return layer_sync(trainer) is not None and trainer.state.fn == TrainerFn.FITTING
 
 
 def count_every_row_once(trainer: Trainer, mesh: ParallelMesh) -> None:

@@ -16,7 +16,8 @@ from lightning_autoparallel.strategy.lightning_tools import check_tools
 
 
 def trainer(module: nn.Module, *callbacks: Callback) -> Any:
-    return SimpleNamespace(callbacks=list(callbacks), loggers=[], lightning_module=module)
+    strategy = SimpleNamespace(_layer_sync=None)
+    return SimpleNamespace(callbacks=list(callbacks), loggers=[], lightning_module=module, strategy=strategy)
 
 
 def pruning() -> ModelPruning:
