@@ -24,9 +24,7 @@ def full_model_state(module: nn.Module, made: list[Tensor] | None = None) -> dic
     Those that share nothing with the module are added to ``made``.
     """
     state = module.state_dict()
-    whole = OrderedDict(_gathered(state, made))
-    whole._metadata = state._metadata  # type: ignore[attr-defined]
-    return whole
+    return _with_versions(_gathered(state, made), state)
 
 
 def full_optimizer_state(optimizer: Optimizer | LightningOptimizer, made: list[Tensor] | None = None) -> dict[str, Any]:
@@ -36,10 +34,15 @@ def full_optimizer_state(optimizer: Optimizer | LightningOptimizer, made: list[T
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` with its plain tensors on the CPU; shards stay where they are."""
-    found = tree_map(lambda leaf: leaf.detach().cpu() if _is_elsewhere(leaf) else leaf, dict(state))
+    found: dict[str, Any] = tree_map(lambda leaf: leaf.detach().cpu() if _is_elsewhere(leaf) else leaf, dict(state))
+    return _with_versions(found, state)
+
+
+def _with_versions(found: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """With the modules' versions, which say how old files are read; a ``state_dict`` of one's own may have none."""
     if not hasattr(state, "_metadata"):
-        return dict(found)
-    ordered = OrderedDict(found)  # with the modules' versions, which say how old files are to be read
+        return found
+    ordered = OrderedDict(found)
     ordered._metadata = state._metadata  # type: ignore[attr-defined]
     return ordered
 

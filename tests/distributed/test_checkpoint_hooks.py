@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.errors import AutoParallelError
 from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
 from tests.numerics.training import full
+from tests.support.tiers import tiered
 from tests.support.worlds import Worlds
 
 HALF, ALL = 3, 6
@@ -108,6 +109,49 @@ def test_hooks_find_whole_checkpoints_on_every_rank(options: dict[str, Any], wor
     names = [list(torch.load(path, weights_only=True)["state_dict"]) for path in (plain, ours)]
     assert names[0] == names[1]
     assert "teacher.weight" not in names[0]
+
+
+class Adapted(Run):
+    """Has a ``state_dict`` of its own, as adapters do: a plain dict of what trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+        self.strict_loading = False
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((self.teacher(batch[0]), batch[1]))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict(*args, **kwargs).items() if "teacher" not in key}
+
+
+class AdaptedAndSeen(Adapted):
+    found: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = {name: tensor.clone() for name, tensor in checkpoint["state_dict"].items()}
+
+    def extra(self) -> Any:
+        return self.found
+
+
+WRITTEN = [(kind, options) for kind in (AdaptedAndSeen, Adapted) for options in ({}, {"async_save": True}, FOLDER)]
+
+
+@pytest.mark.parametrize(("kind", "options"), tiered(WRITTEN, [WRITTEN[0], WRITTEN[-1]].__contains__))
+def test_a_state_dict_of_ones_own(kind: type[Run], options: dict[str, Any], worlds: Worlds, tmp_path: Path) -> None:
+    ours, plain = str(tmp_path / "ours.ckpt"), str(tmp_path / "plain.ckpt")
+    _, expected = fit(kind, None, plain)
+    for _, found in worlds(2).run(fit, kind, MESH, ours, None, options):
+        if options != FOLDER:  # of which hooks see shards
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    if options != FOLDER:
+        saved, of_one = (torch.load(path, weights_only=False)["state_dict"] for path in (ours, plain))
+        torch.testing.assert_close(saved, of_one, rtol=1e-3, atol=1e-5)
+    resumed, _ = fit(kind, None, None, plain)
+    for parameters, _ in worlds(2).run(fit, kind, MESH, None, ours, options):
+        torch.testing.assert_close(parameters, resumed, rtol=1e-3, atol=1e-5)
 
 
 class Lookahead(torch.optim.SGD):
