@@ -61,6 +61,7 @@ from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.buffers import AgreedBuffers
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
 from lightning_autoparallel.pipeline.found_plan import OverBudgetError, find_plan
+from lightning_autoparallel.pipeline.kept_shards import make_whole_before_loading
 from lightning_autoparallel.pipeline.local_calls import call_state, named_state, records_gradients
 from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimizer_state
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
@@ -181,6 +182,7 @@ class StepEngine:
         """Undo ``shard_parameters``: whole parameters on the host of every rank; what was captured is kept."""
         for module in (self.module, *self._copies):
             gather_module(module, self.replacements)
+            make_whole_before_loading(module, self.context.control)
         for hook in self._hooks:
             hook.remove()
         self._copies, self._hooks, self._checked = [], [], None

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_autoparallel.errors import CheckpointError
 from tests.conformance.saved import MESHES, Run
 from tests.distributed.jobs import Losses, Net, make_strategy, make_trainer
 from tests.support.tiers import tiered
@@ -181,6 +183,94 @@ def test_layers_replaced_between_fits_have_the_precision_of_the_run(precision: s
     for parameters in worlds(2).run(fit_replaced, MESHES["2"], precision, head):
         tolerance = 1e-9 if precision == "64-true" else 2e-2  # the same dtypes, too
         torch.testing.assert_close(parameters, expected, rtol=tolerance, atol=tolerance)
+
+
+class Best(Callback):
+    """Keeps the weights of one epoch, as many write it."""
+
+    def __init__(self, on_host: bool) -> None:
+        self.on_host, self.state = on_host, {}
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            state = pl_module.state_dict()
+            self.state = copy.deepcopy(state)
+            if self.on_host:
+                self.state = {name: value.detach().cpu().clone() for name, value in state.items()}
+
+
+class LoadsAtEnd(Best):
+    def on_fit_end(self, trainer, pl_module):
+        pl_module.load_state_dict(self.state)
+
+
+def hooks_of(module: nn.Module) -> list[int]:
+    return [len(part._load_state_dict_pre_hooks) for part in module.modules()]
+
+
+def kept_best(mesh: Mapping[str, int] | None, options: Mapping[str, Any], how: str) -> dict[str, Any]:
+    """Weights of the middle of a fit that are loaded when it is over, and what else happens to the module then."""
+    torch.manual_seed(0)
+    module, strategy = Kept(), make_strategy(mesh, options) if mesh else None
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)
+    best = (LoadsAtEnd if how == "at end" else Best)(on_host=how == "on host")
+    trainer = make_trainer(strategy, ranks, max_epochs=3, callbacks=[best])
+    seen: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, module.loader(rank, ranks))
+        if how == "in parts":
+            parts = {name: {} for name, _ in module.named_children()}
+            for name, value in best.state.items():
+                part, _, rest = name.partition(".")
+                parts.get(part, {})[rest] = value
+            for name, values in parts.items():
+                module.get_submodule(name).load_state_dict(values)
+        elif how == "copied":
+            copied = copy.deepcopy(module)
+            copied.load_state_dict(best.state)
+            module.load_state_dict(copied.state_dict())
+        elif how != "at end":
+            module.load_state_dict(best.state)
+        seen["best"] = {name: value.clone() for name, value in module.state_dict().items()}
+        before = hooks_of(module)
+        trainer.fit_loop.max_epochs = 5
+        trainer.fit(module, module.loader(rank, ranks))
+        seen["again"] = {name: value.clone() for name, value in module.state_dict().items()}
+    assert hooks_of(module) == before
+    torch.save(module.net, file := io.BytesIO())
+    seen["traces"] = b"lightning_autoparallel" in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded.load_state_dict({name: torch.zeros_like(value) for name, value in loaded.state_dict().items()})
+    return seen | {"zeros": [float(p.abs().sum()) for p in loaded.parameters()]}
+
+
+KEPT = [(how, plan) for plan in ("fsdp", "ddp", "auto") for how in ("after", "at end", "on host", "in parts", "copied")]
+
+
+@pytest.mark.parametrize(("how", "plan"), tiered(KEPT, lambda case: case[1] == "fsdp" and case[0] != "at end"))
+def test_weights_that_were_kept_in_shards_are_loaded_afterwards(how: str, plan: str, worlds: Worlds) -> None:
+    expected = kept_best(None, {}, how)
+    for seen in worlds(2).run(kept_best, MESHES["2"], {"plan": plan}, how):
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+
+
+def loads_something_else() -> str:
+    """The error of a rank that loads a part of what it kept, where the other loads all of it."""
+    module, best = Kept(), Best(on_host=False)
+    trainer = make_trainer(make_strategy(MESHES["2"], {"plan": "fsdp"}), 2, max_epochs=2, callbacks=[best])
+    trainer.fit(module, module.loader(dist.get_rank(), 2))
+    part = {name: value for name, value in best.state.items() if dist.get_rank() == 0 or "net.0" in name}
+    with pytest.raises(CheckpointError) as caught:
+        module.load_state_dict(part, strict=False)
+    return str(caught.value)
+
+
+def test_ranks_that_load_something_else_are_told(worlds: Worlds) -> None:
+    for message in worlds(2).run(loads_something_else):
+        assert "test_afterwards.py" in message
+        assert "every rank must load them" in message
 
 
 def copied_trainers(mesh: Mapping[str, int]) -> list[list[float]]:
