@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,24 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
+from lightning_autoparallel.capture.changed_inputs import changes_input, check_outputs, line_of
+from lightning_autoparallel.capture.data_dependence import data_dependent
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
+from lightning_autoparallel.capture.kept_totals import (
+    Shown,
+    changes_buffers,
+    check_loss,
+    check_shown,
+    own_rows_read,
+    recorded,
+)
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
-from lightning_autoparallel.capture.sources import Place, place_of, record_sources
+from lightning_autoparallel.capture.sources import record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.traced_blocks import RepeatedBlocks
@@ -77,7 +87,8 @@ class StepRequest:
     ``edges`` are ("outputs" | "inputs", glob over paths of submodules): what passes there is marked in the graph.
     With ``repeat_blocks`` one of several equal submodules is traced for all of them, where nothing tells them apart.
     ``local`` is a module call on one rank's rows: shapes stay as they are, and leaves may require gradients.
-    ``state`` is told what the step's Python reads and writes, and is what real steps ask.
+    What the step keeps and returns may be ``seen_by_hooks``. ``state`` is told what the step's Python reads and writes,
+    and is what real steps ask.
     """
 
     name: str
@@ -95,6 +106,7 @@ class StepRequest:
     edges: tuple[tuple[str, str], ...] = ()
     repeat_blocks: bool = True
     local: bool = False
+    seen_by_hooks: bool = False
     state: StepState | None = None
     notice: Callable[[str], None] = field(default=lambda message: None)
 
@@ -112,6 +124,7 @@ class _Step(nn.Module):
         self.results = 0
         self.shapes: list[tuple[int, ...]] = []
         self.batch_dims: list[int | None] = []
+        self.loss: Tensor | None = None
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         (request,) = self._request
@@ -168,11 +181,22 @@ class _Step(nn.Module):
         if request.training and request.loss_leaf is not None:
             loss = request.loss_leaf(output)
             tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
+            self.loss = loss
         self.results = len(tensors)
         tensors += [tensor.detach() for tensor in request.effects.tensors()]
         tensors += self.state.writes.tensors
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         return tensors
+
+    def shown(self, results: Sequence[Tensor] = ()) -> list[Shown]:
+        """What the last run gives that hooks may see, but for rows, which are this rank's."""
+        rows = {id(result) for result, dim in zip(results, self.batch_dims, strict=False) if dim is not None}
+        returned = [result for result in results[: self.results] if result is not self.loss]
+        returned += [leaf for leaf in self.static_outputs.values() if type(leaf) in (int, float)]
+        kept = self.state.writes.kept(self.state.watcher.counters)
+        found = [Shown(what="returned", value=value, line=self.state.entered) for value in returned]
+        found += [Shown(what=f"kept in {text}", value=value, line=line) for line, text, value in kept]
+        return [shown for shown in found if id(shown.value) not in rows]
 
     def name_of(self, position: int) -> str:
         """What the tensor at ``position`` of the flat results is."""
@@ -239,47 +263,6 @@ def capture_step(request: StepRequest) -> CapturedGraph:
                 state.reads_leaves = True
 
 
-def _check_outputs(request: StepRequest, export: JointExport, state: StepState) -> None:
-    """What the graph changes besides buffers, or differentiates besides parameters."""
-    parameters = list(request.parameters)
-    first = len(parameters) + len(request.buffers)
-    outputs = [output for output in export.outputs if output is not None]
-    for kind, position in outputs:
-        if kind == "mutation" and position < len(parameters):
-            raise _changes_input(request, position, _line_of(state, position))
-        if kind == "gradient" and position >= first:
-            raise CaptureError(
-                f"{request.name} asks for the gradient of batch leaf '{request.layout.tensors[position - first].path}' "
-                "(requires_grad_): a captured step has those of parameters only"
-            )
-    changed = frozenset(position - first for kind, position in outputs if kind == "mutation" and position >= first)
-    for position in sorted(changed & request.layout.sharing):
-        raise CaptureError(
-            f"{_line_of(state, first + position)}: {request.name} changes '{request.layout.tensors[position].path}' in "
-            "place, and another tensor that it is given shares its memory: change a copy of it"
-        )
-    if changed:
-        raise NeedsClones(changed)
-
-
-def _changes_input(request: StepRequest, position: int, line: str) -> CaptureError:
-    """The error for a step that changes what only the optimizer does, or what is differentiated."""
-    parameters, buffers = list(request.parameters), list(request.buffers)
-    if position < len(parameters):
-        what, remedy = f"parameter {parameters[position]} in place", "only the optimizer may; keep it as a buffer"
-    elif position < len(parameters) + len(buffers):
-        what = f"buffer {buffers[position - len(parameters)]} to a value that carries a gradient"
-        remedy = "write value.detach()"
-    else:
-        leaf = request.layout.tensors[position - len(parameters) - len(buffers)]
-        what, remedy = f"batch leaf '{leaf.path}' to a value that carries a gradient", "change a copy of it"
-    return CaptureError(f"{line}: {request.name} changes the {what}: {remedy}")
-
-
-def _line_of(state: StepState | None, position: int) -> str:
-    return "?" if state is None else state.changed_at.get(position, state.entered)
-
-
 def _with_vector(request: StepRequest) -> StepRequest:
     """The request with one more leaf, for numbers that enter the graph."""
     assert request.state is not None and not request.state.needs_vector, "a part of the step that torch runs again"
@@ -296,7 +279,7 @@ def _capture(request: StepRequest) -> CapturedGraph:
         export = _export(request, step, False)
     assert export is not None
     if not request.local:
-        _check_outputs(request, export, step.state)
+        check_outputs(request, export, step.state)
     graph_module, constants = normalize_graph(export.graph_module)
     step.state.finish(tuple(constants.values()))
     if request.local:
@@ -333,6 +316,8 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
         except UnrepeatableBackwardError:
             return None
         step.batch_dims = _batch_dims(request, step, arguments, twice)
+        if twice:
+            _check_totals(request, step, arguments, twice)
     blocks.expand(export.graph_module)
     for paths in blocks.traced_once:
         step.state.reads.mirror(paths)
@@ -369,41 +354,15 @@ def _explained(request: StepRequest) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, MutatedInputError) and not request.local:
-            raise _changes_input(request, error.position, _line_of(request.state, error.position)) from error
+            raise changes_input(request, error.position, line_of(request.state, error.position)) from error
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):
-                raise CaptureError(_data_dependent(cause, error)) from error
+                raise CaptureError(data_dependent(cause, error)) from error
             cause = cause.__cause__ or cause.__context__
         if request.local:
             raise capture_failed(request.name, error) from error
         raise
-
-
-def _data_dependent(cause: BaseException, error: BaseException) -> str:
-    place = place_of(cause) or place_of(error)
-    source, text = ("?", "") if place is None else (place.source, place.text)
-    operator = str(getattr(cause, "func", ""))
-    if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:
-        remedy = "use torch.where or a mask, which keep the shape"
-        return (
-            f"{source} makes a shape that depends on a tensor's values ({operator}: `{text}`); {_remedy(place, remedy)}"
-        )
-    shown = ".item()" if ".item()" in text else text
-    return f"{source} reads a tensor's value ({shown}); {_remedy(place, 'use torch.where or log the tensor')}"
-
-
-def _remedy(place: Place | None, own: str) -> str:
-    """What helps: ``own`` where the line is the user's to change."""
-    if place is not None and place.in_distributions:
-        return "torch.distributions needs them there, checks apart: draw or compute that outside of the step"
-    if place is None or place.library is None:
-        return own
-    called = "" if place.called_from is None else f", called from {place.called_from}"
-    return (
-        f"the line is in {place.library}{called}: switch it off in {place.library}'s settings if it is a check, "
-        "or call that outside of the step"
-    )
 
 
 def _batch_dims(
@@ -422,6 +381,30 @@ def _batch_dims(
             step(*arguments)  # what the step recorded is again that of its own batch
 
     return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows, request.training)
+
+
+def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ...], twice: tuple[Tensor, ...]) -> None:
+    """Whether what hooks see of the step, and its loss, are what they would be on this rank's rows."""
+    first = len(request.parameters)
+    places = range(first, first + len(request.buffers))
+    reads, rows = step.state.reads, {leaf.shape[0] for leaf in request.layout.tensors if leaf.batched and leaf.shape}
+    is_seen = request.seen_by_hooks and (
+        step.results > int(step.loss is not None)
+        or bool(step.shown())
+        or changes_buffers(places, step.state.changed_at, reads)
+    )
+    if not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
+        return
+    of_twice = recorded(lambda: _given(step, twice))
+    of_once = recorded(lambda: _given(step, arguments))
+    check_loss(of_once, of_twice, rows, reads)
+    if is_seen:
+        check_shown(request.name, of_once, of_twice, dict(zip(request.buffers, arguments[first:], strict=False)), reads)
+
+
+def _given(step: _Step, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Shown], str]:
+    results = step(*tensors)
+    return step.loss, step.shown(results), step.state.entered
 
 
 def _fake_arguments(request: StepRequest, times: int = 1) -> tuple[Tensor, ...]:

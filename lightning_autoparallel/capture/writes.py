@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class _Write:
     place: Place
     leaves: tuple[Any, ...]
     spec: Any
+    line: str
 
 
 @dataclass
@@ -91,7 +92,7 @@ class StateWrites:
     def _add(self, how: Any, place: Place, value: Any, line: str) -> None:
         leaves, spec = tree_flatten(_unwrapped(value))
         kept = tuple(self._keep(leaf, place, line) for leaf in leaves)
-        self._writes.append(_Write(how=how, place=place, leaves=kept, spec=spec))
+        self._writes.append(_Write(how=how, place=place, leaves=kept, spec=spec, line=line))
 
     def _keep(self, leaf: Any, place: Place, line: str) -> Any:
         if isinstance(leaf, Tensor) and not is_real(leaf) and type(leaf) is not nn.Parameter:
@@ -114,6 +115,15 @@ class StateWrites:
             f"{line} keeps a {type(leaf).__name__} in {place.text}: a captured step can keep tensors, numbers, strings "
             "and containers of them"
         )
+
+    def kept(self, counters: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+        """Of each tensor and number that the run wrote: the line, the place, and what was written."""
+        for write in self._writes:
+            for leaf in write.leaves:
+                if type(leaf) is _Slot:
+                    yield write.line, write.place.text, self.tensors[leaf.index]
+                elif type(leaf) in (int, float, Watched):
+                    yield write.line, write.place.text, evaluated(leaf, counters)
 
     def prepare(self) -> dict[int, Any]:
         """What real steps need to read before they write."""

@@ -422,6 +422,7 @@ class StepEngine:
             effects=effects,
             training=call.training,
             loss_leaf=call.loss_leaf,
+            seen_by_hooks=call.seen_by_hooks,
             state=state,
             notice=self.context.warn,
             edges=pinned_edges(self.context.plan, self.context.mesh, self.module),

@@ -37,7 +37,7 @@ class StepCall:
     A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
     this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
     ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
-    unknown. The batch of a ``common`` one is the same on all ranks.
+    unknown. The batch of a ``common`` one is the same on all ranks. What it keeps and returns may be ``seen_by_hooks``.
     """
 
     name: str
@@ -49,6 +49,7 @@ class StepCall:
     path: str = ""
     rows: int | None = None
     common: bool = False
+    seen_by_hooks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,9 +53,11 @@ class ForwardSteps:
         Raises:
             AutoParallelError: another rank raised, called other modules, or alone skips the batch (None).
         """
+        has_trained = not self._has_run or self._step == "training_step"
         self._step, self._counters, self._rows, self._has_run = name, counters, rows, True
         self.calls.parameters.start()
-        self._buffers.share()
+        if has_trained or name == "training_step":  # from one evaluating step to the next each rank counts its own
+            self._buffers.share()
         plugin = self._trainer.precision_plugin
         output, error = None, None
         try:

@@ -32,6 +32,7 @@ from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logge
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
+from lightning_autoparallel.strategy.seen_by_hooks import has_hooks
 from lightning_autoparallel.strategy.synced_numbers import LoggedNumbers
 
 _BATCH_INDEX = "batch_idx"
@@ -300,6 +301,7 @@ class LightningSteps:
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
             rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
+            seen_by_hooks=name == "predict_step" or has_hooks(self._module, self._trainer),
         )
 
     def _notice(self, message: str) -> None:

@@ -1,0 +1,126 @@
+"""What a step gives to hooks and is a total over its rows: they join that over ranks, each of which must have its own.
+
+A captured step computes on the rows of all ranks. A mean is then the mean, but a sum is that of all of them on every
+rank: hooks that join it with ``all_gather``, ``sync_dist`` or ``torch.distributed`` would count each row once per rank.
+Neither does a loss that is divided by the batch size of a loader, which is one rank's, come out as it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_autoparallel.capture.growth import Call, Recording, growths
+from lightning_autoparallel.capture.growth_rules import ZERO, Growth
+from lightning_autoparallel.capture.places import Place
+from lightning_autoparallel.capture.reads import Read, StateReads
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.tree import tree_leaves
+
+_COPIES = "copy_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A tensor or a number that a step gives: what it is, and where it is given."""
+
+    what: str
+    value: Any
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a step, on as many rows as there are or twice as many."""
+
+    calls: Sequence[Call]
+    loss: Tensor | None
+    shown: Sequence[Shown]
+    entered: str  # the line where it began
+
+
+def recorded(run: Callable[[], tuple[Tensor | None, Sequence[Shown], str]]) -> Run:
+    """What ``run`` gives, which is the loss, what is shown and where it began, with the calls that make it."""
+    with Recording() as recording:
+        loss, shown, entered = run()
+    return Run(calls=recording.calls, loss=loss, shown=shown, entered=entered)
+
+
+def check_shown(name: str, once: Run, twice: Run, buffers: Mapping[str, Tensor], reads: StateReads) -> None:
+    """Hooks see what the step ``name`` shows; ``buffers`` are those of the first run.
+
+    Raises:
+        CaptureError: a total over rows is among it.
+    """
+    sums = dict(_running_sums(once.calls, buffers))
+    values = [(one.value, other.value) for one, other in zip(once.shown, twice.shown, strict=True)]
+    found = growths(once.calls, twice.calls, [*values, *((sum_, sum_) for sum_ in sums.values())], _kept(sums, reads))
+    for shown, growth in zip(once.shown, found, strict=False):
+        if _grows(growth):
+            raise _refused(name, shown.line, shown.what)
+    for buffer, growth in zip(sums, found[len(values) :], strict=True):
+        if _grows(growth):
+            raise _refused(name, once.entered, f"buffer {buffer}")
+
+
+def check_loss(once: Run, twice: Run, rows: Collection[int], reads: StateReads) -> None:
+    """The loss may be a sum over all rows, but not with a number that is among the ``rows`` of one rank.
+
+    Raises:
+        CaptureError: the step reads such a number.
+    """
+    if once.loss is None or twice.loss is None:
+        return
+    read = own_rows_read(rows, reads)
+    if read is not None and _grows(growths(once.calls, twice.calls, [(once.loss, twice.loss)])[0]):
+        raise CaptureError(
+            f"{read.line} reads {read.place.text}, which is {read.frozen.value} like the rows of one rank, and "
+            "the loss grows with the rows of all ranks, which a captured step computes on: divided by that number it "
+            "is as many times too large as there are ranks; a mean, or len(batch), is right on any number of them"
+        )
+
+
+def own_rows_read(rows: Collection[int], reads: StateReads) -> Read | None:
+    """The first number that the step reads outside of its batch and that is among the ``rows`` of one rank."""
+    found = (read for read in reads.reads.values() if type(read.frozen.value) in (int, float))
+    return next((read for read in found if read.frozen.value > 1 and read.frozen.value in rows), None)
+
+
+def changes_buffers(buffers: Collection[int], changed: Collection[int], reads: StateReads) -> bool:
+    """Whether the step's own lines change a buffer: one of the inputs at these places, or one that is assigned."""
+    assigned = (written.place for written in reads.written.values() if isinstance(written.place.owner, nn.Module))
+    return bool(set(buffers) & set(changed)) or any(place.key in place.owner._buffers for place in assigned)
+
+
+def _running_sums(calls: Sequence[Call], buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that the step adds to and reads nowhere else: it keeps them for others."""
+    names = {id(buffer): name for name, buffer in buffers.items()}
+    uses: dict[str, int] = dict.fromkeys(names.values(), 0)
+    for call in calls:
+        given = tree_leaves((call.args, call.kwargs))
+        given = given[1:] if call.operator.__name__.startswith(_COPIES) else given
+        for leaf in given:
+            if id(leaf) in names:
+                uses[names[id(leaf)]] += 1
+    return ((name, buffers[name]) for name, count in uses.items() if count == 1)
+
+
+def _kept(sums: Mapping[str, Tensor], reads: StateReads) -> set[int]:
+    """Tensors that the step finds where it leaves others."""
+    places: list[tuple[Tensor, Place | None]] = list(reads.tensors.values())
+    written = {id(tensor) for tensor, place in places if place is not None and place.identity in reads.written}
+    return written | {id(tensor) for tensor in sums.values()}
+
+
+def _grows(growth: Growth) -> bool:
+    return growth not in (None, ZERO) and growth != 0.0
+
+
+def _refused(name: str, line: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"{line}: {name} gives a total over its rows to hooks ({what}), which may join those of ranks (all_gather, "
+        "sync_dist): a captured step has that of all ranks' rows, where each rank's own is to be joined"
+    )
