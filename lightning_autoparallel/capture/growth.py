@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lightning_autoparallel.capture.growth_rules import ZERO, Growth, growth_of_call, growth_of_number
-from lightning_autoparallel.torch_compat.dispatch import TorchDispatchMode, shows_argument, written
+from lightning_autoparallel.capture.growth_rules import ZERO, Growth, growth_of_call, growth_of_number, is_view
+from lightning_autoparallel.torch_compat.dispatch import TorchDispatchMode, written
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 UNKNOWN: Growth = None
@@ -81,7 +81,7 @@ class _Known:
         for result, twice in zip(tree_leaves(one.result), tree_leaves(other.result), strict=False):
             if not isinstance(result, Tensor):
                 continue
-            if is_known and id(result) not in changed and shows_argument(one.operator):
+            if is_known and id(result) not in changed and is_view(one.operator):
                 self._roots[id(result)] = self._root(one.args[0])
                 continue
             growth = growth_of_call(one, other, (result, twice), self.of)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_autoparallel.torch_compat.dispatch import shows_argument
 from lightning_autoparallel.torch_compat.tracing import is_real
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
@@ -52,6 +53,7 @@ _ADDED_PRODUCTS = {"addmm", "baddbmm", "addmv"}
 _ADDED_AT = {"scatter_add", "index_add", "index_put", "_unsafe_index_put", "scatter_reduce"}
 _FILLED = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # by the place of what they are full of
 _ZEROS = {"zeros", "zeros_like", "new_zeros", "zero"}
+_OF_NUMBERS = {"lift_fresh", "lift_fresh_copy"}  # what torch.tensor(number) calls
 _POWERS = {"sqrt": 0.5, "square": 2.0, "reciprocal": -1.0, "rsqrt": -0.5}
 
 
@@ -62,6 +64,11 @@ def growth_of_number(one: Any, other: Any) -> Growth:
     if one == other:
         return ZERO if one == 0 and type(one) is not bool else 0.0
     return _whole(math.log2(other / one)) if one > 0 and other > 0 else None
+
+
+def is_view(operator: OpOverload) -> bool:
+    """Whether the operator gives another look at its argument."""
+    return shows_argument(operator) and operator._schema.name.split("::")[1] not in _OF_NUMBERS
 
 
 def growth_of_call(one: Call, other: Call, result: Pair, of: Of) -> Growth:
@@ -84,7 +91,7 @@ def _by_name(name: str, one: Call, pairs: list[Pair], result: Pair, of: Of) -> G
     if not pairs or not isinstance(pairs[0][0], Tensor):
         return "unlisted"
     first = of(*pairs[0])
-    if name in ("lift_fresh", "lift_fresh_copy"):
+    if name in _OF_NUMBERS:
         return growth_of_number(*map(_value, pairs[0])) if is_real(pairs[0][0]) else first
     if name in _FIRST or "batch_norm" in name:
         return first
@@ -119,7 +126,8 @@ def _of_several(
 
 def _value(tensor: Tensor) -> Any:
     """Of a tensor that was made of a number; what holds more says nothing of size."""
-    return tensor.item() if tensor.numel() == 1 and tensor.dtype is not torch.bool else True
+    is_number = tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32, torch.float32, torch.float64)
+    return tensor.numpy().item() if is_number else True  # no operator, which a fake mode would be asked for
 
 
 def _by_reduction(one: Call, first: Growth, pairs: list[Pair], result: Pair) -> Growth | Literal["unlisted"]:

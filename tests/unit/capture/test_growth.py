@@ -1,0 +1,100 @@
+"""Growth of what is computed on rows: beside the value itself, on the rows and on the same rows twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_autoparallel.capture.growth import Recording, growths
+
+ROWS, CLASSES = 6, 4
+Computed = Callable[[Tensor, Tensor], Tensor]
+
+KNOWN: dict[str, tuple[float, Computed]] = {
+    "mean": (0, lambda x, y: x.mean()),
+    "sum": (1, lambda x, y: x.sum()),
+    "sum of each row's features": (0, lambda x, y: x.sum(1)),
+    "sum over rows": (1, lambda x, y: x.sum(0)),
+    "sum by the number of rows": (0, lambda x, y: x.sum() / len(x)),
+    "sum by a tensor of the number of rows": (0, lambda x, y: x.sum() / torch.tensor(len(x))),
+    "sum by a constant": (1, lambda x, y: x.sum() / 4),
+    "sum of rows folded by a constant": (1, lambda x, y: x.reshape(2, -1).sum(1).mean()),
+    "hits": (1, lambda x, y: (x.argmax(1) == y).sum()),
+    "share of hits": (0, lambda x, y: (x.argmax(1) == y).float().mean()),
+    "hits by count": (0, lambda x, y: (x.argmax(1) == y).sum() / torch.ones_like(y).sum().clamp(min=1)),
+    "hits in a zero": (1, lambda x, y: torch.zeros(()).add_((x.argmax(1) == y).sum())),
+    "hits of one class in zeros": (1, lambda x, y: _in_zeros((y == 1).sum())),
+    "cross entropy": (0, lambda x, y: F.cross_entropy(x, y)),
+    "summed cross entropy": (1, lambda x, y: F.cross_entropy(x, y, reduction="sum")),
+    "mean of each row's cross entropy": (0, lambda x, y: F.cross_entropy(x, y, reduction="none").mean()),
+    "summed squares": (1, lambda x, y: F.mse_loss(x, torch.zeros_like(x), reduction="sum")),
+    "mean square": (0, lambda x, y: F.mse_loss(x, torch.zeros_like(x))),
+    "norm": (0.5, lambda x, y: x.square().sum().sqrt()),
+    "covariance": (1, lambda x, y: x.T @ x),
+    "covariance by rows": (0, lambda x, y: x.T @ x / len(x)),
+    "pairs": (2, lambda x, y: (x @ x.T).sum()),
+    "counts by index_add": (1, lambda x, y: torch.zeros(CLASSES).index_add_(0, y, torch.ones(len(y)))),
+    "counts by one hot": (1, lambda x, y: F.one_hot(y, CLASSES).sum(0)),
+    "counts by bincount": (1, lambda x, y: torch.bincount(y, minlength=CLASSES)),
+    "largest": (0, lambda x, y: x.amax(0)),
+    "first row": (0, lambda x, y: x[0]),
+    "number of rows": (1, lambda x, y: torch.tensor(len(x))),
+    "both": (1, lambda x, y: torch.stack([x.sum(), x.abs().sum()])),
+    "chosen": (1, lambda x, y: torch.where(x.sum() > 0, x.sum(), -x.sum())),
+}
+UNKNOWN: dict[str, Computed] = {
+    "a sum and a mean": lambda x, y: x.sum() + x.mean(),
+    "logarithm of a sum": lambda x, y: x.exp().sum().log(),
+    "softmax over rows": lambda x, y: x.softmax(0).sum(),
+    "product": lambda x, y: x.prod(),
+}
+
+
+def _in_zeros(value: Tensor) -> Tensor:
+    found = torch.zeros(3, dtype=value.dtype)
+    found[1] += value
+    return found
+
+
+def grown(computed: Computed) -> tuple[float | str | None, Tensor, Tensor]:
+    """Growth, and the value on rows and on twice the same rows."""
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, CLASSES), torch.randint(CLASSES, (ROWS,))
+    xs, ys = torch.cat([x, x]), torch.cat([y, y])
+    with Recording() as once:
+        value = computed(x, y)
+    with Recording() as twice:
+        again = computed(xs, ys)
+    return growths(once.calls, twice.calls, [(value, again)])[0], value, again
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_as_the_value_grows_where_every_row_is_there_twice(name: str):
+    expected, computed = KNOWN[name]
+    growth, value, again = grown(computed)
+    assert growth == expected
+    first = again if again.shape == value.shape else again[: len(value)]
+    torch.testing.assert_close(first.double(), value.double() * math.pow(2, expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_nothing_is_claimed_where_the_calls_do_not_tell(name: str):
+    assert grown(UNKNOWN[name])[0] is None
+
+
+def test_what_is_kept_grows_as_what_is_added():
+    total = torch.ones(())
+
+    def counted(rows: int) -> tuple[Recording, Tensor]:
+        with Recording() as recording:
+            found = total + torch.ones(rows).sum()
+        return recording, found
+
+    (once, value), (twice, again) = counted(3), counted(6)
+    assert growths(once.calls, twice.calls, [(value, again)]) == (None,)
+    assert growths(once.calls, twice.calls, [(value, again)], kept={id(total)}) == (1.0,)
