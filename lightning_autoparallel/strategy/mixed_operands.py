@@ -24,7 +24,8 @@ from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replica
 from lightning_autoparallel.torch_compat.interception import without_function_mode
 
 Call = Callable[..., Any]
-_LEFT_ALONE = {*OF_THE_TENSOR_ITSELF, "backward", "grad"}
+_LEFT_ALONE = frozenset(OF_THE_TENSOR_ITSELF)
+_BACKWARDS = {"backward", "grad"}
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _DRAWN = ("rand_like", "randn_like", "randint_like")
 # As torch says it.
@@ -35,16 +36,23 @@ class MixedOperands(TorchFunctionMode):
     """Open during one hook. From the first call of torch on that shards cannot be given, calls are given whole ones.
 
     What they write into whole parameters, by views too, is in the shards at the next call, or when the hook has ended.
-    Every rank makes such calls, for which ``meet`` waits, or none. Nothing is done where ``is_inside()``: in steps.
+    Every rank makes such calls, for which ``meet`` waits, or none. Nothing is done where ``is_inside()``: in steps, and
+    in backwards, around which ``inside`` is opened.
 
     Raises:
         CaptureError: of such a call autograd would have to follow parameters, which nothing would reduce.
         CheckpointError: a shard is saved as an object, by a rank.
     """
 
-    def __init__(self, parameters: WholeParameters, meet: Callable[[str], None], is_inside: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        parameters: WholeParameters,
+        meet: Callable[[str], None],
+        is_inside: Callable[[], bool],
+        inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         super().__init__()
-        self._parameters, self._meet, self._is_inside = parameters, meet, is_inside
+        self._parameters, self._meet, self._is_inside, self._inside = parameters, meet, is_inside, inside
         self._gives_whole = False
         self._operators = ShardOperators()
 
@@ -71,6 +79,9 @@ class MixedOperands(TorchFunctionMode):
             return pickled(*args)
         if self._gives_whole and func == _GET_DATA and not self._is_inside():
             return self._parameters.data_of(args[0])
+        if name in _BACKWARDS:
+            with self._inside():
+                return func(*args, **kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
             return func(*args, **kwargs)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.lightning_compat import grad_norm
+from lightning_autoparallel.lightning_compat import LightningModule, grad_norm
 from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
@@ -62,6 +62,13 @@ class OutsideCalls:
         finally:
             self._inside = before
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of a step; what a module's own ``backward`` does beside it is done as in hooks."""
+        is_own = type(self._module).backward is not LightningModule.backward  # type: ignore[attr-defined]
+        with self._hook("backward") if is_own else self.inside():
+            yield
+
     def _call(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside or id(module) not in self._own:
             return original(module, *args, **kwargs)
@@ -86,9 +93,10 @@ class OutsideCalls:
         if self._inside or name in _OF_OPTIMIZERS:
             yield
             return
-        before, self._hook_mode = self._hook_mode, MixedOperands(self._parameters, self._meet_with, self._is_inside)
+        mode = MixedOperands(self._parameters, self._meet_with, self._is_inside, self.inside)
+        before, self._hook_mode = self._hook_mode, mode
         try:
-            with self._hook_mode:
+            with mode:
                 yield
         finally:
             self._hook_mode = before

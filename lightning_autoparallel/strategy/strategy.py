@@ -388,7 +388,7 @@ class AutoParallelStrategy(SavingStrategy):
     def _around_backward(self) -> Iterator[None]:
         """Its collectives are counted with those of the forward."""
         assert self._steps is not None
-        with self._outside.inside(), self._steps.backward(), shards_asked_for_nan():
+        with self._outside.backward(), self._steps.backward(), shards_asked_for_nan():
             yield
 
     @contextmanager

@@ -129,6 +129,19 @@ class GradientsWritten(Case):
         self.net[0].weight.grad[1:3].mul_(0.5)
 
 
+class GradientsWrittenInBackward(Case):
+    """By the module's own `backward`, which hooks have nothing to do with."""
+
+    pair = True
+    strategy_options: ClassVar[dict[str, str]] = {"plan": "fsdp"}
+
+    def backward(self, loss, *args, **kwargs):
+        loss.backward()
+        self.net[0].weight.grad[:3].mul_(0.1)
+        self.net[0].weight.grad.data[5].zero_()
+        self.net[2].weight.grad[1] = 0.5
+
+
 class Drawn(Case):
     """The numbers of one device, which no two rows have alike."""
 
