@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lightning_autoparallel.capture.growth_rules import ZERO, Growth, growth_of_call, growth_of_number, is_view
-from lightning_autoparallel.torch_compat.dispatch import TorchDispatchMode, written
+from lightning_autoparallel.torch_compat.dispatch import OpOverload, TorchDispatchMode, written
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 UNKNOWN: Growth = None

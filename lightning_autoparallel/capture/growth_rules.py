@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from lightning_autoparallel.torch_compat.dispatch import shows_argument
+from lightning_autoparallel.torch_compat.dispatch import OpOverload, shows_argument
 from lightning_autoparallel.torch_compat.tracing import is_real
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 

@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "is_random", "shows_argument", "takes_whole_for_replicas", "written"]
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "is_random",
+    "shows_argument",
+    "takes_whole_for_replicas",
+    "written",
+]
 
 
 def takes_whole_for_replicas() -> bool:
