@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
+from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, is_of_lightning
 
-_NO_USERS = ("lightning", "pytorch_lightning", "lightning_autoparallel", "torchmetrics")  # whose callbacks are known
+_OURS = "lightning_autoparallel."
 _BETWEEN = ("_start", "_end")
 
 
 def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
     """Whether the module, or a callback of the user's, has a hook for a start or an end."""
     every: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks = [each for each in every if type(each).__module__.split(".")[0] not in _NO_USERS]
+    callbacks = [each for each in every if _is_users(type(each).__module__)]
     return _overrides(module, LightningModule) or any(_overrides(each, Callback) for each in callbacks)
+
+
+def _is_users(module: str) -> bool:
+    """Whether it is not known what callbacks of a Python module do."""
+    return not is_of_lightning(module) and not module.startswith(_OURS)
 
 
 def _overrides(given: Any, base: type) -> bool:
