@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_autoparallel.torch_compat.constants import number_of
 from lightning_autoparallel.torch_compat.dispatch import OpOverload, shows_argument
 from lightning_autoparallel.torch_compat.tracing import is_real
 from lightning_autoparallel.torch_compat.tree import tree_leaves
@@ -125,8 +126,7 @@ def _of_several(
 
 def _value(tensor: Tensor) -> Any:
     """Of a tensor that was made of a number; what holds more says nothing of size."""
-    is_number = tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32, torch.float32, torch.float64)
-    return tensor.numpy().item() if is_number else True  # no operator, which a fake mode would be asked for
+    return number_of(tensor) if tensor.numel() == 1 and tensor.dtype is not torch.bool else True
 
 
 def _by_reduction(one: Call, first: Growth, pairs: list[Pair], result: Pair) -> Growth | Literal["unlisted"]:
@@ -146,6 +146,8 @@ def _unlisted(one: Call, other: Call, result: Pair, of: Of) -> Growth:
     """What depends on nothing that grows, row by row, does not grow."""
     given = list(zip(tree_leaves((one.args, one.kwargs)), tree_leaves((other.args, other.kwargs)), strict=False))
     tensors = [pair for pair in given if isinstance(pair[0], Tensor)]
+    if not all(isinstance(grown, Tensor) for _, grown in tensors):
+        return None
     if any(of(*pair) not in (0.0, ZERO) for pair in tensors) or _is_along_rows(one, other):
         return None
     return 0.0 if all(_gone(pair, result) in (None, 0.0) or _is_given_back(pair, result) for pair in tensors) else None
@@ -199,6 +201,8 @@ def _flat(*growths: Growth) -> Growth:
 
 def _product(pairs: Sequence[Pair], of: Of) -> Growth:
     contracted = pairs[0][0].shape[-1], pairs[0][1].shape[-1]
+    if not all(contracted):
+        return None
     return _plus(_plus(of(*pairs[0]), of(*pairs[1])), _whole(math.log2(contracted[1] / contracted[0])))
 
 
@@ -224,4 +228,4 @@ def _gone(given: Pair, result: Pair) -> Growth:
 
 
 def _whole(growth: float) -> Growth:
-    return float(round(growth)) if abs(growth - round(growth)) < 0.01 else None
+    return float(round(growth)) if math.isfinite(growth) and abs(growth - round(growth)) < 0.01 else None

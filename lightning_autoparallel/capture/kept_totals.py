@@ -7,6 +7,7 @@ Neither does a loss that is divided by the batch size of a loader, which is one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture.growth import Call, Recording, growths
-from lightning_autoparallel.capture.growth_rules import ZERO, Growth
+from lightning_autoparallel.capture.growth_rules import ZERO, Growth, is_view
 from lightning_autoparallel.capture.places import Place
 from lightning_autoparallel.capture.reads import Read, StateReads
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.dispatch import OpOverload
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 _COPIES = "copy_"
+_ADDS = ("add", "sub", "index_add", "scatter_add", "index_put")
+_OF_BATCHES = re.compile(r"batch|^bs$|_bs$", re.IGNORECASE)  # names of numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ def check_shown(name: str, once: Run, twice: Run, buffers: Mapping[str, Tensor],
     Raises:
         CaptureError: a total over rows is among it.
     """
+    if len(once.shown) != len(twice.shown):
+        raise _refused(name, once.entered, "as many values as there are rows")
     sums = dict(_running_sums(once.calls, buffers))
     values = [(one.value, other.value) for one, other in zip(once.shown, twice.shown, strict=True)]
     found = growths(once.calls, twice.calls, [*values, *((sum_, sum_) for sum_ in sums.values())], _kept(sums, reads))
@@ -84,9 +90,10 @@ def check_loss(once: Run, twice: Run, rows: Collection[int], reads: StateReads) 
 
 
 def own_rows_read(rows: Collection[int], reads: StateReads) -> Read | None:
-    """The first number that the step reads outside of its batch and that is among the ``rows`` of one rank."""
-    found = (read for read in reads.reads.values() if type(read.frozen.value) in (int, float))
-    return next((read for read in found if read.frozen.value > 1 and read.frozen.value in rows), None)
+    """The first number of a batch, by its name, that the step reads outside of it and that is among ``rows``."""
+    numbers = (read for read in reads.reads.values() if type(read.frozen.value) in (int, float))
+    found = (read for read in numbers if read.frozen.value > 1 and read.frozen.value in rows)
+    return next((read for read in found if _OF_BATCHES.search(str(read.place.key))), None)
 
 
 def changes_buffers(buffers: Collection[int], changed: Collection[int], reads: StateReads) -> bool:
@@ -96,16 +103,27 @@ def changes_buffers(buffers: Collection[int], changed: Collection[int], reads: S
 
 
 def _running_sums(calls: Sequence[Call], buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that the step adds to and reads nowhere else: it keeps them for others."""
-    names = {id(buffer): name for name, buffer in buffers.items()}
-    uses: dict[str, int] = dict.fromkeys(names.values(), 0)
+    """Buffers that the step adds to and uses in no other way: it keeps them for others."""
+    buffer_of = {id(buffer): name for name, buffer in buffers.items()}  # views of it, too
+    uses: dict[str, list[str]] = {name: [] for name in buffers}
+    assigned: dict[str, int] = {}  # what becomes the buffer, by identity
+    used: set[int] = set()
     for call in calls:
-        given = tree_leaves((call.args, call.kwargs))
-        given = given[1:] if call.operator.__name__.startswith(_COPIES) else given
+        name, given = call.operator.__name__, tree_leaves((call.args, call.kwargs))
+        if name.startswith(_COPIES) and id(given[0]) in buffer_of:
+            assigned[buffer_of[id(given[0])]] = id(given[1])
+            continue
+        if isinstance(call.operator, OpOverload) and is_view(call.operator):
+            if id(given[0]) in buffer_of:
+                buffer_of |= {id(view): buffer_of[id(given[0])] for view in tree_leaves(call.result)}
+            continue
+        used |= {id(leaf) for leaf in given}
         for leaf in given:
-            if id(leaf) in names:
-                uses[names[id(leaf)]] += 1
-    return ((name, buffers[name]) for name, count in uses.items() if count == 1)
+            if id(leaf) in buffer_of:
+                uses[buffer_of[id(leaf)]].append(name)
+    for name, calls_of in uses.items():
+        if len(calls_of) == 1 and calls_of[0].startswith(_ADDS) and assigned.get(name) not in used:
+            yield name, buffers[name]
 
 
 def _kept(sums: Mapping[str, Tensor], reads: StateReads) -> set[int]:

@@ -395,8 +395,18 @@ def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ..
     )
     if not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
         return
-    of_twice = recorded(lambda: _given(step, twice))
-    of_once = recorded(lambda: _given(step, arguments))
+    try:
+        of_twice, of_once = recorded(lambda: _given(step, twice)), recorded(lambda: _given(step, arguments))
+    except StartOver:
+        raise
+    except Exception as error:
+        step(*arguments)  # what the step recorded is again that of its own batch
+        if is_seen:
+            request.notice(
+                f"autoparallel: {request.name} does not run on twice its rows ({type(error).__name__}: {error}): if it "
+                "gives sums over rows to hooks, these are sums over the rows of all ranks"
+            )
+        return
     check_loss(of_once, of_twice, rows, reads)
     if is_seen:
         check_shown(request.name, of_once, of_twice, dict(zip(request.buffers, arguments[first:], strict=False)), reads)

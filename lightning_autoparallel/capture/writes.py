@@ -117,12 +117,14 @@ class StateWrites:
         )
 
     def kept(self, counters: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """Of each tensor and number that the run wrote: the line, the place, and what was written."""
+        """Of each tensor that the run wrote, and each number that it added up: line, place, and what it wrote."""
+        counted = self.reads.written_numbers()
         for write in self._writes:
+            adds = write.how == "append" or write.place.identity in counted
             for leaf in write.leaves:
                 if type(leaf) is _Slot:
                     yield write.line, write.place.text, self.tensors[leaf.index]
-                elif type(leaf) in (int, float, Watched):
+                elif adds and type(leaf) in (int, float, Watched):
                     yield write.line, write.place.text, evaluated(leaf, counters)
 
     def prepare(self) -> dict[int, Any]:

@@ -21,6 +21,7 @@ from lightning_autoparallel.lightning_compat import (
     rank_zero_warn,
 )
 from lightning_autoparallel.lightning_compat.hooks import hooks_where
+from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.strategy.collected import collects
 from lightning_autoparallel.strategy.evaluation_batches import batches_of, share_out_evenly
 from lightning_autoparallel.strategy.own_rows import OwnRows, RowDim
@@ -68,10 +69,14 @@ def rows_of_this(trainer: Trainer, args: tuple[Any, ...]) -> RowsOfBatch:
     )
 
 
-def share_out_rows(loader: DataLoader[Any], trainer: Trainer) -> None:
-    """Let a loader of an evaluation hand out each row once, whether ranks can share them out evenly or not."""
+def share_out_rows(loader: DataLoader[Any], trainer: Trainer, control: ControlGroup) -> None:
+    """Let a loader of an evaluation hand out each row once, whether ranks can share them out evenly or not.
+
+    Every rank calls it alike; a callback that collects may be of some ranks only.
+    """
+    (some_collects,) = control.any([not trainer.predicting and collects(trainer)])
     pads, told = partial(_every_rank_needs_its_own, trainer), partial(_tell_repeated, trainer)
-    share_out_evenly(loader, pads, told, not trainer.predicting and collects(trainer))
+    share_out_evenly(loader, pads, told, some_collects)
 
 
 def _tell_repeated(trainer: Trainer, rows: int) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, is_of_lightning
 
 _OURS = "lightning_autoparallel."
-_BETWEEN = ("_start", "_end")
 
 
 def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
-    """Whether the module, or a callback of the user's, has a hook for a start or an end."""
+    """Whether the module, or a callback of the user's, has a hook for an end."""
     every: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks = [each for each in every if _is_users(type(each).__module__)]
     return _overrides(module, LightningModule) or any(_overrides(each, Callback) for each in callbacks)
@@ -23,5 +22,5 @@ def _is_users(module: str) -> bool:
 
 
 def _overrides(given: Any, base: type) -> bool:
-    names = [name for name in dir(base) if name.startswith("on_") and name.endswith(_BETWEEN)]
+    names = [name for name in dir(base) if name.startswith("on_") and name.endswith("_end")]
     return any(getattr(type(given), name) is not getattr(base, name) or name in vars(given) for name in names)

@@ -339,7 +339,8 @@ class AutoParallelStrategy(SavingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if isinstance(dataloader, DataLoader) and not trainer.training:
-            share_out_rows(dataloader, trainer)
+            assert self._control is not None
+            share_out_rows(dataloader, trainer, self._control)
         return dataloader
 
     @contextmanager

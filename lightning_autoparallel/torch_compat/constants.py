@@ -172,6 +172,13 @@ def _all_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not any(hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor) for leaf in leaves)
 
 
+def number_of(tensor: Tensor) -> int | float:
+    """The number in a real tensor, also where modes are active that would take it for one of theirs."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        number: int | float = tensor.item()
+        return number
+
+
 def _value(tensor: Any) -> Tensor | None:
     known = getattr(tensor, _ATTRIBUTE, None)
     return None if known is None or _address(known.value) in known.changed else known.value

@@ -139,3 +139,27 @@ class DividedByOneRanksRows(Case):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.net(x), y, reduction="sum") / self.batch_size
+
+
+class AveragesOfSumsStayWhole(Case):
+    """What becomes of sums in buffers that the step itself uses is no total for others; nor is a number that is set."""
+
+    modes = ("step",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("decayed", torch.zeros(3))
+        self.batch_size = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.batch_size = len(x)
+        self.sums = self.sums + x.sum(0)
+        self.count = self.count + len(x)
+        self.decayed.mul_(0.9).add_(F.one_hot(y, 3).sum(0), alpha=0.1)
+        return F.cross_entropy(self.net(x - self.sums / self.count), y)
+
+    def on_train_epoch_end(self):
+        self.log("mean", (self.sums / self.count).mean())

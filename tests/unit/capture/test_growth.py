@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_autoparallel.capture.growth import Recording, growths
+from lightning_autoparallel.capture.growth_rules import Growth
+from lightning_autoparallel.torch_compat.tracing import fake_tracing
 
 ROWS, CLASSES = 6, 4
 Computed = Callable[[Tensor, Tensor], Tensor]
@@ -40,9 +42,9 @@ KNOWN: dict[str, tuple[float, Computed]] = {
     "pairs": (2, lambda x, y: (x @ x.T).sum()),
     "counts by index_add": (1, lambda x, y: torch.zeros(CLASSES).index_add_(0, y, torch.ones(len(y)))),
     "counts by one hot": (1, lambda x, y: F.one_hot(y, CLASSES).sum(0)),
-    "counts by bincount": (1, lambda x, y: torch.bincount(y, minlength=CLASSES)),
     "largest": (0, lambda x, y: x.amax(0)),
     "first row": (0, lambda x, y: x[0]),
+    "hits in a number": (1, lambda x, y: torch.tensor(0.0).add_((x.argmax(1) == y).sum())),
     "number of rows": (1, lambda x, y: torch.tensor(len(x))),
     "both": (1, lambda x, y: torch.stack([x.sum(), x.abs().sum()])),
     "chosen": (1, lambda x, y: torch.where(x.sum() > 0, x.sum(), -x.sum())),
@@ -52,6 +54,7 @@ UNKNOWN: dict[str, Computed] = {
     "logarithm of a sum": lambda x, y: x.exp().sum().log(),
     "softmax over rows": lambda x, y: x.softmax(0).sum(),
     "product": lambda x, y: x.prod(),
+    "no features": lambda x, y: torch.stack([(x[:, :0] @ x[:, :0].T).sum(), x.sum()]),
 }
 
 
@@ -66,11 +69,18 @@ def grown(computed: Computed) -> tuple[float | str | None, Tensor, Tensor]:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, CLASSES), torch.randint(CLASSES, (ROWS,))
     xs, ys = torch.cat([x, x]), torch.cat([y, y])
-    with Recording() as once:
-        value = computed(x, y)
-    with Recording() as twice:
-        again = computed(xs, ys)
-    return growths(once.calls, twice.calls, [(value, again)])[0], value, again
+    return _growth(computed, (x, y), (xs, ys)), computed(x, y), computed(xs, ys)
+
+
+def _growth(computed: Computed, rows: tuple[Tensor, Tensor], twice_the_rows: tuple[Tensor, Tensor]) -> Growth:
+    """As a capture finds it: on fake tensors, and while these are what torch makes."""
+    with fake_tracing():
+        fake, twice_fake = (tuple(map(torch.empty_like, tensors)) for tensors in (rows, twice_the_rows))
+        with Recording() as once:
+            value = computed(*fake)
+        with Recording() as twice:
+            again = computed(*twice_fake)
+        return growths(once.calls, twice.calls, [(value, again)])[0]
 
 
 @pytest.mark.parametrize("name", KNOWN)
