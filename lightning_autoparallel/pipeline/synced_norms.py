@@ -38,6 +38,7 @@ class SyncedNorms:
 
     def __init__(self, root: nn.Module, mesh: ParallelMesh, control: ControlGroup, backwards: BackwardCalls) -> None:
         self._root, self._mesh, self._control, self._backwards = root, mesh, control, backwards
+        self._paths: dict[int, str] = {}  # of modules, by identity
 
     def concerns(self, module: nn.Module) -> bool:
         """Whether statistics of ``module`` are to be those of all ranks: it is a batch norm that trains."""
@@ -54,7 +55,9 @@ class SyncedNorms:
 
     def name_of(self, module: nn.Module) -> str:
         """As messages spell it."""
-        path = next((path for path, found in self._root.named_modules() if found is module), None)
+        if id(module) not in self._paths:
+            self._paths = {id(found): path for path, found in self._root.named_modules()}
+        path = self._paths.get(id(module))
         return type(module).__name__ if path is None else f"module '{path}' ({type(module).__name__})"
 
     def _norm(
