@@ -80,7 +80,7 @@ class _Known:
         for result, twice in zip(tree_leaves(one.result), tree_leaves(other.result), strict=False):
             if not isinstance(result, Tensor):
                 continue
-            if is_known and id(result) not in changed and is_view(one.operator):
+            if id(result) not in changed and is_view(one.operator):
                 self._roots[id(result)] = self._root(one.args[0])
                 continue
             growth = growth_of_call(one, other, (result, twice), self.of)

@@ -28,7 +28,8 @@ Pair = tuple[Any, Any]
 
 _JOINED = {  # by the places of what is added, or stands side by side
     **dict.fromkeys(("add", "sub", "rsub", "maximum", "minimum", "fmax", "fmin", "hypot", "lerp"), (0, 1)),
-    **dict.fromkeys(("slice_scatter", "select_scatter", "scatter"), (0, 1)),
+    **dict.fromkeys(("slice_scatter", "select_scatter"), (0, 1)),
+    "scatter": (0, 3),
     **dict.fromkeys(("cat", "stack"), (0,)),
     **dict.fromkeys(("copy", "fill"), (1,)),
     "masked_fill": (0, 2),
@@ -36,16 +37,14 @@ _JOINED = {  # by the places of what is added, or stands side by side
 }
 _COMPARED = {"eq", "ne", "lt", "le", "gt", "ge", "isclose"}
 _SUMS = {"sum", "nansum"}
-_COUNTS = {"count_nonzero", "bincount", "histc"}
+_COUNTS = {"count_nonzero", "histc"}
 _MEANS = {"mean", "nanmean", "amax", "amin", "max", "min", "aminmax", "median", "nanmedian", "mode"}
 _PLACES = {"argmax", "argmin", "argsort", "any", "all", "sign", "logical_not"}
 _SPREADS = {"var", "std", "var_mean", "std_mean"}
-_PICKS = {"select", "slice", "index", "index_select", "gather", "take", "topk", "sort", "kthvalue", "diagonal"}
-_KEPT = {
+_PICKS = {"index", "index_select", "gather", "take", "topk", "sort", "kthvalue"}
+_KEPT = {  # views are seen to elsewhere
     *("abs", "neg", "relu", "leaky_relu", "round", "floor", "ceil", "trunc", "clamp", "clamp_min", "clamp_max"),
-    *("_to_copy", "clone", "alias", "detach", "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t"),
-    *("squeeze", "unsqueeze", "flip", "roll", "repeat", "tril", "triu", "nan_to_num", "as_strided", "unfold"),
-    *("split", "split_with_sizes", "chunk", "unbind", "constant_pad_nd"),
+    *("_to_copy", "clone", "_unsafe_view", "flip", "roll", "repeat", "tril", "triu", "nan_to_num", "constant_pad_nd"),
 }
 _FIRST = _MEANS | _PICKS | _KEPT
 _PRODUCTS = {"mm", "bmm", "dot", "vdot", "mv"}
@@ -66,9 +65,10 @@ def growth_of_number(one: Any, other: Any) -> Growth:
     return _whole(math.log2(other / one)) if one > 0 and other > 0 else None
 
 
-def is_view(operator: OpOverload) -> bool:
+def is_view(operator: Any) -> bool:
     """Whether the operator gives another look at its argument."""
-    return shows_argument(operator) and operator._schema.name.split("::")[1] not in _OF_NUMBERS
+    is_known = isinstance(operator, OpOverload)
+    return is_known and shows_argument(operator) and operator._schema.name.split("::")[1] not in _OF_NUMBERS
 
 
 def growth_of_call(one: Call, other: Call, result: Pair, of: Of) -> Growth:
@@ -150,12 +150,7 @@ def _unlisted(one: Call, other: Call, result: Pair, of: Of) -> Growth:
         return None
     if any(of(*pair) not in (0.0, ZERO) for pair in tensors) or _is_along_rows(one, other):
         return None
-    return 0.0 if all(_gone(pair, result) in (None, 0.0) or _is_given_back(pair, result) for pair in tensors) else None
-
-
-def _is_given_back(given: Pair, result: Pair) -> bool:
-    """Whether what is given has fewer rows than the result, as weights have."""
-    return given[0].numel() == given[1].numel()
+    return None if any((_gone(pair, result) or 0.0) > 0 for pair in tensors) else 0.0
 
 
 def _is_along_rows(one: Call, other: Call) -> bool:
@@ -217,15 +212,15 @@ def _added_at(one: Call, pairs: Sequence[Pair], of: Of) -> Growth:
     gone = [_gone(pair, pairs[0]) for pair in tensors[1:]] if is_added else [0.0]
     if len(tensors) < 2 or None in gone:
         return None
-    return _join([of(*pairs[0]), _plus(of(*tensors[-1]), max(float(each) for each in gone if each is not None))])
+    return _join([of(*pairs[0]), _plus(of(*tensors[-1]), max(each for each in gone if each is not None))])
 
 
-def _gone(given: Pair, result: Pair) -> Growth:
+def _gone(given: Pair, result: Pair) -> float | None:
     """Doublings of what is given that the result does not have: over so many dims of rows it is a sum."""
     if not all(tensor.numel() for tensor in (*given, *result)):
         return None
     return _whole(math.log2(given[1].numel() / given[0].numel() * result[0].numel() / result[1].numel()))
 
 
-def _whole(growth: float) -> Growth:
+def _whole(growth: float) -> float | None:
     return float(round(growth)) if math.isfinite(growth) and abs(growth - round(growth)) < 0.01 else None

@@ -19,7 +19,6 @@ from lightning_autoparallel.capture.growth_rules import ZERO, Growth, is_view
 from lightning_autoparallel.capture.places import Place
 from lightning_autoparallel.capture.reads import Read, StateReads
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.torch_compat.dispatch import OpOverload
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 _COPIES = "copy_"
@@ -113,7 +112,7 @@ def _running_sums(calls: Sequence[Call], buffers: Mapping[str, Tensor]) -> Itera
         if name.startswith(_COPIES) and id(given[0]) in buffer_of:
             assigned[buffer_of[id(given[0])]] = id(given[1])
             continue
-        if isinstance(call.operator, OpOverload) and is_view(call.operator):
+        if is_view(call.operator):
             if id(given[0]) in buffer_of:
                 buffer_of |= {id(view): buffer_of[id(given[0])] for view in tree_leaves(call.result)}
             continue
@@ -134,7 +133,7 @@ def _kept(sums: Mapping[str, Tensor], reads: StateReads) -> set[int]:
 
 
 def _grows(growth: Growth) -> bool:
-    return growth not in (None, ZERO) and growth != 0.0
+    return growth not in (None, ZERO, 0.0)
 
 
 def _refused(name: str, line: str, what: str) -> CaptureError:

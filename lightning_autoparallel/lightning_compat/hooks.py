@@ -38,9 +38,7 @@ def around_hooks(context: Context) -> Iterator[None]:
         return call
 
     others = {f"_call_callbacks_{hook}": hook for hook in ("on_save_checkpoint", "on_load_checkpoint")}
-    with contextlib.ExitStack() as stack:
-        for name in _BY_NAME:
-            stack.enter_context(mock.patch.object(trainer_calls, name, by_name(getattr(trainer_calls, name))))
+    with _calls_by_name(by_name) as stack:
         for name, hook in others.items():
             around = of_checkpoints(getattr(trainer_calls, name), hook)
             stack.enter_context(mock.patch.object(trainer_calls, name, around))
@@ -58,7 +56,13 @@ def hooks_where(runs: Callable[[str, tuple[Any, ...]], bool]) -> Iterator[None]:
 
         return call
 
+    with _calls_by_name(by_name):
+        yield
+
+
+@contextlib.contextmanager
+def _calls_by_name(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         for name in _BY_NAME:
-            stack.enter_context(mock.patch.object(trainer_calls, name, by_name(getattr(trainer_calls, name))))
-        yield
+            stack.enter_context(mock.patch.object(trainer_calls, name, around(getattr(trainer_calls, name))))
+        yield stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -68,9 +69,15 @@ class ControlGroup:
         assert agreed is not None, "without a timeout of its own it ends with that of the group, which raises"
         return agreed
 
-    def meet(self, text: str, late: Callable[[], None]) -> bool:
-        """As ``agrees``, where some ranks may never come: ``late`` is called when they have not within 20 s."""
-        return bool(self._compare(text, None, late))
+    def meet(self, text: str, waits: str) -> bool:
+        """As ``agrees``, where some ranks may never come: after 20 s a rank warns that it ``waits``.
+
+        Who has come elsewhere is told of it.
+        """
+        if self._compare(text, None, lambda: warnings.warn(waits, stacklevel=2)):
+            return True
+        self.gather(text)  # for the others to read
+        return False
 
     def meet_soon(self, text: str) -> bool | None:
         """As ``agrees``, where some ranks may never come: None if they have not within 20 s."""

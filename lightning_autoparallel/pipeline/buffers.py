@@ -55,8 +55,8 @@ class AgreedBuffers:
 class SharedBuffers:
     """The buffers of one module, sent to all batch shards when some rank's have changed: one launch for each dtype.
 
-    DDP sends them before each step. Here writes that torch does not count (``buffer.data``) are seen on the host only,
-    in buffers of up to 1 MiB: ``Snapshot`` says why.
+    DDP sends them before each training step. Here writes that torch does not count (``buffer.data``) are seen on the
+    host only, in buffers of up to 1 MiB: ``Snapshot`` says why.
     """
 
     def __init__(self, module: nn.Module, context: StageContext) -> None:

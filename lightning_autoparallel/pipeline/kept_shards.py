@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -51,18 +50,13 @@ class MakesWhole:
 
     def _meet(self, place: str) -> None:
         line = user_line()
-
-        def late() -> None:
-            warnings.warn(
-                f"autoparallel: {line} loads weights that lie in shards on rank {dist.get_rank()}, and waits for ranks "
-                f"that have not come there: {_REMEDY}",
-                stacklevel=2,
-            )
-
+        waits = (
+            f"autoparallel: {line} loads weights that lie in shards on rank {dist.get_rank()}, and waits for ranks "
+            f"that have not come there: {_REMEDY}"
+        )
         try:
-            if self._control.meet(place, late):
+            if self._control.meet(place, waits):
                 return
-            self._control.gather(place)  # for the others to read
         except RuntimeError as ended:
             raise CheckpointError(f"{line} loads weights that lie in shards, and other ranks end: {_REMEDY}") from ended
         raise CheckpointError(f"{line} loads weights that lie in shards, and other ranks do something else: {_REMEDY}")

@@ -19,7 +19,8 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.metrics import MetricScopes, outermost_metrics
-from lightning_autoparallel.torch_compat.tree import tree_flatten
+
+_DEPTH = 4  # of containers in which metrics are looked for: attributes, and what these hold
 
 
 def weigh_rows(trainer: Trainer, shards: int) -> None:
@@ -85,9 +86,17 @@ def counting_once(module: LightningModule, rows: RowsOfBatch, scopes: MetricScop
 def _metrics_at_hand(module: LightningModule) -> list[nn.Module]:
     """The metrics of a module and of callbacks, also those in attributes that torch does not know."""
     holders = [*module.modules(), *module.trainer.callbacks]  # type: ignore[attr-defined]
-    leaves, _ = tree_flatten([vars(holder) for holder in holders])
-    found = outermost_metrics(nn.ModuleList([leaf for leaf in leaves if isinstance(leaf, nn.Module)]))
-    return list({id(metric): metric for metric in found}.values())
+    modules = [found for holder in holders for found in _modules_in(vars(holder), _DEPTH)]
+    return list({id(metric): metric for metric in outermost_metrics(nn.ModuleList(modules))}.values())
+
+
+def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+    """Those that containers hold, ``depth`` of them in each other: some hold themselves."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(part, depth - 1)
 
 
 def counted_log(log: Callable[..., None], rows: RowsOfBatch, scopes: MetricScopes) -> Callable[..., None]:

@@ -9,10 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from lightning_autoparallel.lightning_compat import (
-    batch_samplers_that_keep_indices,
-    injected_samplers,
-)
+from lightning_autoparallel.lightning_compat import batch_samplers_that_keep_indices, injected_samplers
 
 _MOST_COMMON = 4  # times a rank's rows of a batch, where those are several: what every rank evaluates at once
 

@@ -32,8 +32,8 @@ class RowsOfBatch:
     """Whose rows a batch holds.
 
     ``common`` ones are held by every rank; ``some_common`` says that its loader has such batches, ``some_own`` that
-    it has others. The last ``spare`` of its ``rows`` belong to other ranks;
-    in an evaluation that pads they count as the rank's own, as under DDP.
+    it has others. The last ``spare`` of its ``rows`` belong to other ranks; in an evaluation that pads they count as
+    the rank's own, as under DDP.
     """
 
     index: int = 0

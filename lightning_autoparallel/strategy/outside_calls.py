@@ -5,7 +5,6 @@ compute with these and with tensors of their own.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,16 +123,11 @@ class OutsideCalls:
 
     def _meet(self, does: str, why: str) -> None:
         line = user_line()
-
-        def late() -> None:
-            warnings.warn(
-                f"autoparallel: {line} {does} on rank {dist.get_rank()}, and waits for ranks that have not come there: "
-                f"{why}, so that every rank must (not only where is_global_zero is True)",
-                stacklevel=2,
-            )
-
-        if not self._control.meet(place := does, late):
-            self._control.gather(place)  # for the others to read
+        waits = (
+            f"autoparallel: {line} {does} on rank {dist.get_rank()}, and waits for ranks that have not come there: "
+            f"{why}, so that every rank must (not only where is_global_zero is True)"
+        )
+        if not self._control.meet(does, waits):
             raise CaptureError(
                 f"{line} {does}, and other ranks do something else: {why}, so that every rank must make the same call"
             )

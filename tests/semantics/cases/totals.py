@@ -163,3 +163,23 @@ class AveragesOfSumsStayWhole(Case):
 
     def on_train_epoch_end(self):
         self.log("mean", (self.sums / self.count).mean())
+
+
+class QueueOfKeysStaysWhole(_Validates):
+    """A step that does not run on twice its rows, as a queue of keys takes so many and no more."""
+
+    modes = ("step",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(12, 4))
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        loss = self.loss(batch) + (x @ self.queue.T).mean()
+        self.queue = torch.cat([x, self.queue[: len(self.queue) - len(x)]])
+        self.seen = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("seen", self.seen)
