@@ -197,3 +197,26 @@ def test_no_more_rows_are_collected_than_under_ddp(kind: str, ranks: int, count:
         assert set(places) == set(range(count)) and len(places) == len(theirs)
         if len(theirs) - count in (0, ranks - 1):  # one row is left, which every rank evaluates
             assert logged == pytest.approx(mean, abs=1e-6)
+
+
+class Keeps(Callback):
+    """Collects what its rank evaluates."""
+
+    def __init__(self) -> None:
+        self.places: list[Tensor] = []
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.places.append(batch[1])
+
+
+def rows_of_first_rank(count: int) -> int:
+    """How many rows a callback keeps that rank 0 alone has."""
+    keeps = [Keeps()] if dist.get_rank() == 0 else []
+    strategy = make_strategy({"dp_shard": 2}, {"plan": "fsdp"})
+    trainer = make_trainer(strategy, 2, use_distributed_sampler=True, callbacks=keeps)
+    trainer.validate(Scored(), DataLoader(Rows(count), batch_size=4), verbose=False)
+    return sum(len(places) for keep in keeps for places in keep.places)
+
+
+def test_a_callback_of_one_rank_collects_as_under_ddp(worlds: Worlds) -> None:
+    assert worlds(2).run(rows_of_first_rank, 15) == [8, 0]
