@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -49,12 +50,13 @@ def test_all_are_told_alike(kind: str, worlds: Worlds):
 
 def late_ones(kind: str) -> tuple[bool, int]:
     """Whether a rank that waits for another says so, once, and whether both agree in the end."""
-    control, calls = KINDS[kind](timedelta(seconds=60)), []
+    control = KINDS[kind](timedelta(seconds=60))
     dist.barrier()
-    with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.5)):
+    with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.5)), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         if dist.get_rank() == 2:
             time.sleep(2)
-        return control.meet("here", lambda: calls.append(1)), len(calls)
+        return control.meet("here", "waits"), [str(warning.message) for warning in told].count("waits")
 
 
 @pytest.mark.parametrize("kind", KINDS)
