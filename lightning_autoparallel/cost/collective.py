@@ -5,19 +5,21 @@ m-1 of them between nodes (twice that for an all-reduce); a ring that spans node
 adapters of its ranks there, so that its bandwidth is the smaller of one rank's link inside and of those adapters
 together. Moved bytes are those of Thakur, Rabenseifner, Gropp 2005 ("Optimization of Collective Communication
 Operations in MPICH", sec. 4), which are also those of nccl-tests' bus bandwidth (NVIDIA/nccl-tests
-doc/PERFORMANCE.md). Reductions in switches (SHARP) are not counted on. Groups that run at once are not slowed down by
-each other.
+doc/PERFORMANCE.md). Reductions in switches (SHARP) are not counted on. What runs at once
+over one link shares it: ``traffic.py``.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
 from lightning_autoparallel.cost.links import COLLECTIVES, LinkSpec
 from lightning_autoparallel.errors import UnsupportedOpError
 
+Link = Literal["inside", "between"]  # of a rank: to others on its node, and to other nodes
 # Of a ring's bandwidth. NCCL's model gives trees at most 0.9 of it, less over nodes: they win by latency, when small.
 _TREE_SHARE = 0.5
 
@@ -98,6 +100,16 @@ def ring_gb_per_s(group: GroupShape, hardware: HardwareSpec, kind: str = "all_ga
     if group.ranks_per_node == 1:
         return adapters
     return min(inside.bandwidth_gb_per_s, adapters)
+
+
+def link_shares(group: GroupShape, hardware: HardwareSpec) -> dict[Link, float]:
+    """How much of the bandwidth of each link a ring over the group takes."""
+    if group.ranks == 1:
+        return {}
+    inside, between = hardware.intra_node.bandwidth_gb_per_s, hardware.inter_node.bandwidth_gb_per_s
+    ring = ring_gb_per_s(group, hardware)
+    shares: dict[Link, float] = {"inside": ring / inside} if group.ranks_per_node > 1 else {}
+    return shares if group.nodes == 1 else {**shares, "between": ring / (group.ranks_per_node * between)}
 
 
 def moved_share(kind: str, ranks: int) -> float:

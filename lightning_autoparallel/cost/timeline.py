@@ -2,28 +2,28 @@
 
 Calls are started in the graph's order. A collective starts once everything before it on the compute stream is done
 (its process group's stream waits for the compute stream as it is started, as torch's does) and its group is free; a
-wait holds the compute stream until the collective is done. Where processors or bandwidth are shared, both lose beside
+wait holds the compute stream until the collective is done. Groups whose bytes go over the same link at once share it
+(``traffic.py``). Where processors or bandwidth are shared, both lose beside
 each other: while something computes, collectives go on at the hardware's ``overlap_pace``, and what one takes from
 computing is ``overlap_share`` of the time that it takes alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from lightning_autoparallel.contracts import TimelineEvent
-from lightning_autoparallel.cost.collective import collective_time_us
+from lightning_autoparallel.cost.collective import collective_time_us, moving_time_us
 from lightning_autoparallel.cost.compute import graph_times_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.cost.traffic import Running, Traffic, shared_links
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
-_DONE_US = 1e-9  # left of a collective that is done, but for rounding
 Span = tuple[str, float, float]  # stream, begin and duration in microseconds
 COMPUTE = "compute"  # the stream of everything but collectives; theirs have the names of their process groups
 
@@ -69,7 +69,9 @@ def predict_timeline(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    streams = _Streams(hardware)
+    names = dict.fromkeys(map(fxn.group_of, fxn.collectives_of(graph)))
+    traffic = Traffic(shared_links({name: groups[name] for name in names if name in groups}, hardware))
+    streams = _Streams(hardware, traffic)
     if times_us is None:
         times_us = graph_times_us(graph, hardware)
     for node in graph.nodes:
@@ -77,7 +79,9 @@ def predict_timeline(
             streams.wait(node)
         elif fxn.collective_kind(node):
             # A call that only starts a collective takes no time itself.
-            streams.communicate(node, times_us.get(node) or node_collective_time_us(node, hardware, groups))
+            time_us = times_us.get(node) or node_collective_time_us(node, hardware, groups)
+            moving_us = _moving_us(node, hardware, groups) if traffic.shared else time_us
+            streams.communicate(node, time_us, min(moving_us, time_us))
         elif times_us[node]:
             streams.compute(node, times_us[node])
     return streams.timeline()
@@ -97,21 +101,18 @@ def node_collective_time_us(node: fx.Node, hardware: HardwareSpec, groups: Mappi
     return collective_time_us(kind or str(node.target), fxn.collective_size_bytes(node), groups[group], hardware)
 
 
-@dataclass(kw_only=True)
-class _Running:
-    """A collective that was started; ``left_us`` of it is left, at its pace alone."""
-
-    node: fx.Node
-    left_us: float
-    start_us: float
+def _moving_us(node: fx.Node, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> float:
+    """Of its bytes, latency apart."""
+    kind, shape = fxn.collective_kind(node) or str(node.target), groups[fxn.group_of(node)]
+    return moving_time_us(kind, fxn.collective_size_bytes(node), shape, hardware)
 
 
 class _Streams:
-    def __init__(self, hardware: HardwareSpec) -> None:
+    def __init__(self, hardware: HardwareSpec, traffic: Traffic) -> None:
         self._beside = hardware.overlap_pace  # of collectives, while something computes
         self._computing = 1 - hardware.overlap_share * hardware.overlap_pace  # its pace, while a collective runs
         self._clock_us = 0.0  # of the compute stream
-        self._started: dict[str, deque[_Running]] = {}  # by process group, the one that runs first
+        self._traffic = traffic
         self._done: set[fx.Node] = set()
         self._busy_us = self._communication_us = 0.0
         self._spans: dict[str, Span] = {}  # by node, in the graph's order
@@ -130,11 +131,12 @@ class _Streams:
         self._busy_us += taken_us
         self._add(node, COMPUTE, start_us)
 
-    def communicate(self, node: fx.Node, duration_us: float) -> None:
+    def communicate(self, node: fx.Node, duration_us: float, moving_us: float) -> None:
         self._communication_us += duration_us
-        queue = self._started.setdefault(fxn.group_of(node), deque())
         self._add(node, fxn.group_of(node), self._clock_us)
-        queue.append(_Running(node=node, left_us=duration_us, start_us=self._clock_us))
+        latency_us = duration_us - moving_us
+        running = Running(node=node, latency_us=latency_us, moving_us=moving_us, start_us=self._clock_us)
+        self._traffic.start(fxn.group_of(node), running)
         self._pass(0.0, 1.0)  # one that takes no time is done
 
     def wait(self, node: fx.Node) -> None:
@@ -150,31 +152,23 @@ class _Streams:
         self._pass(next_us, 1.0)
 
     def _next_done_us(self, pace: float) -> float | None:
-        """Microseconds until the next collective is done; None while none runs."""
-        left_us = [queue[0].left_us for queue in self._started.values() if queue]
-        return min(left_us) / pace if left_us else None
+        """Microseconds until the next collective is done, or shares a link; None while none runs."""
+        next_us = self._traffic.next_us()
+        return None if next_us is None else next_us / pace
 
     def _pass(self, time_us: float, pace: float) -> None:
         """Let time go by in which every first collective of a group goes on at this pace."""
         self._clock_us += time_us
-        for group, queue in self._started.items():
-            if queue:
-                queue[0].left_us -= time_us * pace
-            while queue and queue[0].left_us <= _DONE_US:
-                self._end(group, queue.popleft())
-                if queue:
-                    queue[0].start_us = self._clock_us
-
-    def _end(self, group: str, running: _Running) -> None:
-        self._done.add(running.node)
-        self._add(running.node, group, running.start_us)
+        for group, running in self._traffic.go_on(time_us * pace, self._clock_us):
+            self._done.add(running.node)
+            self._add(running.node, group, running.start_us)
 
     def _add(self, node: fx.Node, stream: str, start_us: float) -> None:
         """From then until now."""
         self._spans[node.name] = stream, start_us, self._clock_us - start_us
 
     def timeline(self) -> Timeline:
-        while any(self._started.values()):
+        while not self._traffic.is_over:
             self._until_next()
         time_us = max((start_us + duration_us for _, start_us, duration_us in self._spans.values()), default=0.0)
         return Timeline(

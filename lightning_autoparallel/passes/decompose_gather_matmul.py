@@ -14,7 +14,7 @@ from torch import fx
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.fx.added_calls import FakeResults
 from lightning_autoparallel.passes.decompose import DecomposeOptions, feeds_products, read_gather, write_gather
-from lightning_autoparallel.passes.decompose.selection import Decomposition, Preview, decompose
+from lightning_autoparallel.passes.decompose.selection import Decomposition, Preview, SurroundingsOf, decompose
 
 
 def decompose_gather_matmul(
@@ -23,15 +23,17 @@ def decompose_gather_matmul(
     options: DecomposeOptions | None = None,
     costs: CostModel | None = None,
     preview: Preview | None = None,
+    surroundings: SurroundingsOf | None = None,
 ) -> tuple[str, ...]:
     """Decompose all-gathers that only products read.
 
     ``preview`` predicts a graph once the passes behind this one have run. Without it, or ``costs``, only what
-    ``options`` force is decomposed.
+    ``options`` force is decomposed. What would pass the peak, as ``surroundings`` of the graph have it, by more than
+    orders may stays whole: parts that are to be added up are all kept until the last one is there.
 
     Raises:
         ConfigError: what is forced cannot be done by the backend.
     """
     write = partial(write_gather, results=FakeResults())
     way = Decomposition(what="all_gather", is_candidate=feeds_products, read=read_gather, write=write)
-    return decompose(graph, way, options or DecomposeOptions(), costs, preview)
+    return decompose(graph, way, options or DecomposeOptions(), costs, preview, surroundings)

@@ -75,7 +75,9 @@ def split_passes(
     surroundings = None if surroundings is None else partial(_remembered, {}, surroundings)
     later = partial(_launching_passes, bucket_limit, costs, orders)
     preview = None if costs is None else partial(_preview, {}, later, costs, orders, surroundings, disabled)
-    gathers = partial(decompose_gather_matmul, options=decompose, costs=costs, preview=preview)
+    gathers = partial(
+        decompose_gather_matmul, options=decompose, costs=costs, preview=preview, surroundings=surroundings
+    )
     scatters = partial(decompose_matmul_scatter, options=decompose, costs=costs, preview=preview)
     return (
         # before what merges or moves gathers

@@ -22,7 +22,7 @@ from lightning_autoparallel.fx.in_order import reorder
 from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls, schedule
 from lightning_autoparallel.passes.scheduling.calls import changes_inputs, is_heavy
 from lightning_autoparallel.passes.scheduling.known import KnownOrders, structure_of
-from lightning_autoparallel.passes.scheduling.live import LiveBytes
+from lightning_autoparallel.passes.scheduling.live import EXTRA_BYTES, LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import note_runs
 
 SurroundingsOf = Callable[[fx.Graph], Surroundings]
@@ -38,7 +38,7 @@ def schedule_overlap(
     surroundings: SurroundingsOf | None = None,
     max_compute_prefetch: int = 50,
     put_off: int = 16,
-    extra_bytes: int = 2**27,
+    extra_bytes: int = EXTRA_BYTES,
     known: KnownOrders | None = None,
 ) -> tuple[str, ...]:
     """Order the calls anew, if that is predicted to be faster.

@@ -17,7 +17,7 @@ _WAYS = {"reduce_scatter": ("reduce_scatter", "all_to_all")}  # ranks may exchan
 
 
 def least_time_us(partitioned: PartitionedGraph, costs: CostModel, limit: BucketLimit) -> float:
-    """Microseconds of the busiest stream of each graph, one after the other; 0 where a cost is unknown.
+    """Microseconds of the busiest stream or link of each graph, one after the other; 0 where a cost is unknown.
 
     Computing waits for nothing, and collectives share launches that are as large as ``limit`` allows: what is large by
     itself pays all of its latency, anything else the share that it has of such a launch. Chained gathers are fused
@@ -33,15 +33,23 @@ def least_time_us(partitioned: PartitionedGraph, costs: CostModel, limit: Bucket
 def _busiest_us(graph: fx.Graph, costs: CostModel, limit: BucketLimit) -> float:
     busy_us: dict[str, float] = defaultdict(float)
     busy_us[COMPUTE] = sum(costs.graph_times_us(graph).values())
-    for node in fxn.collectives_of(graph):
+    collectives = list(fxn.collectives_of(graph))
+    shares = costs.link_shares(dict.fromkeys(map(fxn.group_of, collectives)))
+    for node in collectives:
         ways = _WAYS.get(kind := fxn.collective_kind(node) or "", (kind,))
-        busy_us[fxn.group_of(node)] += min(_shared_us(node, way, costs, limit) for way in ways)
+        group = fxn.group_of(node)
+        busy_us[group] += min(_moving_us(node, way, costs) + _latency_us(node, way, costs, limit) for way in ways)
+        for link, share in shares.get(group, {}).items():
+            busy_us[link] += share * min(_moving_us(node, way, costs) for way in ways)
     return max(busy_us.values())
 
 
-def _shared_us(node: fx.Node, kind: str, costs: CostModel, limit: BucketLimit) -> float:
-    """Microseconds of a collective, as one of ``kind``, in a launch with others."""
+def _moving_us(node: fx.Node, kind: str, costs: CostModel) -> float:
+    return costs.moving_time_us(kind, fxn.collective_size_bytes(node), fxn.group_of(node))
+
+
+def _latency_us(node: fx.Node, kind: str, costs: CostModel, limit: BucketLimit) -> float:
+    """Of a collective, as one of ``kind``, in a launch with others."""
     group, size_bytes = fxn.group_of(node), fxn.collective_size_bytes(node)
-    moving_us = costs.moving_time_us(kind, size_bytes, group)
-    latency_us = costs.launch_time_us(kind, size_bytes, group) - moving_us
-    return moving_us + latency_us * min(1.0, size_bytes / max(limit(kind, group), 1))
+    latency_us = costs.launch_time_us(kind, size_bytes, group) - _moving_us(node, kind, costs)
+    return latency_us * min(1.0, size_bytes / max(limit(kind, group), 1))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.rank_memory import kept_bytes
+
+if TYPE_CHECKING:
+    from lightning_autoparallel.pipeline.found_plan import FoundPlan
 
 _USABLE = 0.9  # of a device's memory
 _ROUND_BYTES = 2**28  # equal machines keep a little more or less for themselves, and plans are kept for a budget
@@ -30,3 +38,14 @@ def budget_bytes(config: EngineConfig, mesh: ParallelMesh, hardware: HardwareSpe
     least = _USABLE * min(size for size, _ in told)
     usable = max(least // _ROUND_BYTES * _ROUND_BYTES, 1.0)
     return min(usable, of_hardware) if told[0][1] else usable
+
+
+def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan, hardware: HardwareSpec) -> int:
+    """Bytes that a whole step may take beside what is kept, where passes make it faster by more; 0 where none is known.
+
+    A plan that was found is known to have a budget; of calls of modules several are there at once.
+    """
+    if captured.local or math.isinf(found.budget_bytes):
+        return 0
+    usable = (found.budget_bytes - found.missing_bytes) / (1 + (hardware.reserved_share or 0.0))
+    return max(int(usable - kept_bytes(captured, plan, found.state)), 0)

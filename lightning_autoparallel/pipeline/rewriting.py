@@ -37,6 +37,7 @@ from lightning_autoparallel.passes import (
 )
 from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.least_time import least_time_us
+from lightning_autoparallel.pipeline.memory_budget import room_of_passes
 from lightning_autoparallel.pipeline.partitioning import Partitioning
 from lightning_autoparallel.pipeline.progress import stage_clock
 from lightning_autoparallel.pipeline.same_order import check_same_start
@@ -54,6 +55,7 @@ class StepRewriting:
     partitioned: PartitionedGraph
     _sharded: ShardedGraph
     _is_part: bool
+    _room_bytes: int
     _partitioning: Partitioning
     _joint: tuple[GraphPass, ...]
     _ahead: tuple[GraphPass, ...]
@@ -108,6 +110,7 @@ class StepRewriting:
 
     def _apply(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
         self._captured, self._is_part = captured, captured.local
+        self._room_bytes = room_of_passes(captured, plan, self._context.found, self._costs.hardware)
         with self._clock("apply"):
             self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
 
@@ -191,7 +194,8 @@ class StepRewriting:
 
     def _split_passes(self, partitioned: PartitionedGraph) -> tuple[GraphPass, ...]:
         config, mesh, costs = self._context.config, self._context.mesh, self._costs
-        around = partial(surroundings_of, partitioned, room_bytes=self._partitioning.first_bytes)
+        room_bytes = max(self._partitioning.first_bytes, self._room_bytes)
+        around = partial(surroundings_of, partitioned, room_bytes=room_bytes)
         backend = _backend(mesh, costs)
         options = _decompose_options(config, backend)
         return split_passes(self._limit, joint_groups(mesh), costs, around, options, backend, config.disabled_passes)

@@ -16,11 +16,13 @@ from typing import Any
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel, Timeline
+from lightning_autoparallel.cost.liveness import Surroundings
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.decompose.gate import Times, times_of, too_small
 from lightning_autoparallel.passes.decompose.gathers import Gather, NotDecomposable
 from lightning_autoparallel.passes.decompose.options import ORDERS_OF_BACKEND, DecomposeOptions
+from lightning_autoparallel.passes.decompose.room import Room
 from lightning_autoparallel.passes.decompose.scatters import Scatter
 from lightning_autoparallel.passes.scheduling.calls import changes_inputs
 
@@ -28,6 +30,7 @@ Found = Gather | Scatter
 # The timeline of the second graph, which is the first or a rewritten copy of it, as it will be once the passes behind
 # have run. The first does not change; a copy is of no use afterwards.
 Preview = Callable[[fx.Graph, fx.Graph], Timeline]
+SurroundingsOf = Callable[[fx.Graph], Surroundings]
 
 _OF_PARAMETERS = "a parameter's gather may start early, and its gradient's reduction end late"
 _LEAST_GAIN = 1e-3  # of the predicted time: less is noise
@@ -44,7 +47,12 @@ class Decomposition:
 
 
 def decompose(
-    graph: fx.Graph, way: Decomposition, options: DecomposeOptions, costs: CostModel | None, preview: Preview | None
+    graph: fx.Graph,
+    way: Decomposition,
+    options: DecomposeOptions,
+    costs: CostModel | None,
+    preview: Preview | None,
+    surroundings: SurroundingsOf | None = None,
 ) -> tuple[str, ...]:
     """Decompose what ``options`` and costs say, and report on every candidate.
 
@@ -56,7 +64,7 @@ def decompose(
     candidates = [node for node in graph.nodes if way.is_candidate(node)]
     if not candidates:
         return ()
-    chooser = _Chooser(way, options, costs, preview)
+    chooser = _Chooser(way, options, costs, preview, surroundings)
     if options.when == "always":
         return chooser.force(graph, candidates)
     return chooser.choose(graph, candidates)
@@ -64,9 +72,15 @@ def decompose(
 
 class _Chooser:
     def __init__(
-        self, way: Decomposition, options: DecomposeOptions, costs: CostModel | None, preview: Preview | None
+        self,
+        way: Decomposition,
+        options: DecomposeOptions,
+        costs: CostModel | None,
+        preview: Preview | None,
+        surroundings: SurroundingsOf | None,
     ) -> None:
         self._way, self._options, self._costs, self._preview = way, options, costs, preview
+        self._surroundings = surroundings
         self._said: list[tuple[fx.Node, str]] = []
 
     def force(self, graph: fx.Graph, candidates: list[fx.Node]) -> tuple[str, ...]:
@@ -112,6 +126,7 @@ class _Chooser:
             for node, times in possible
             if self._passes(node, times, self._costs.collective_time_us(node), "were all of it exposed: ")
         ]
+        hopeful = self._with_room(graph, hopeful)
         if not hopeful:
             return self._notes()
         before = self._preview(graph, graph)
@@ -144,6 +159,21 @@ class _Chooser:
                 yield node, times_of(found, self._options, self._costs)
             else:
                 self._say(node, f"whole: {small}")
+
+    def _with_room(self, graph: fx.Graph, hopeful: list[tuple[fx.Node, Times]]) -> list[tuple[fx.Node, Times]]:
+        """Those for whose parts there is room, where it is known what is around the graph."""
+        if self._surroundings is None or not hopeful:
+            return hopeful
+        room = Room(graph, self._surroundings(graph))
+        found = []
+        for node, times in hopeful:
+            read = self._way.read(node)
+            refusal = room.refusal(read) if isinstance(read, Gather) else None
+            if refusal is None:
+                found.append((node, times))
+            else:
+                self._say(node, f"whole: {refusal}")
+        return found
 
     def _is_worth_it(self, node: fx.Node, times: Times, before: Timeline) -> bool:
         if node.name not in before.spans:

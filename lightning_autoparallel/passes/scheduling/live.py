@@ -12,6 +12,8 @@ from lightning_autoparallel.cost.liveness import READ_WHILE_RUNNING, Surrounding
 from lightning_autoparallel.cost.storage import GraphStorages, resolve_storages
 from lightning_autoparallel.fx import nodes as fxn
 
+EXTRA_BYTES = 2**27  # by which a peak may rise so that less communication is exposed
+
 
 class LiveBytes:
     """Bytes alive after each call that is passed to ``run``: storages go with the last call that reads them.

@@ -112,11 +112,41 @@ def test_groups_have_streams_of_their_own():
     build = Builder()
     shards = [build.input(8, 16) for _ in range(3)]
     started = [build.gather(shard, 2, group) for shard, group in zip(shards, ("pair", "pair", "other"), strict=True)]
-    timeline = predict_timeline(build.output(*(build.wait(node) for node in started)), ROUND, PAIR)
-    starts = [0.0, GATHER_US, 0.0]
-    assert [event.start_us for event in timeline.events] == pytest.approx(starts)
+    # "other" is spread over nodes, and uses another link
+    groups = {"pair": GroupShape(ranks=2), "other": GroupShape(ranks=2, nodes=2)}
+    timeline = predict_timeline(build.output(*(build.wait(node) for node in started)), ROUND, groups)
+    far_us = 10 + 5 + 0.512 * 4
+    assert [event.start_us for event in timeline.events] == pytest.approx([0.0, GATHER_US, 0.0])
+    assert [event.duration_us for event in timeline.events] == pytest.approx([GATHER_US, GATHER_US, far_us])
     assert timeline.time_us == timeline.exposed_us == pytest.approx(2 * GATHER_US)
-    assert timeline.communication_us == pytest.approx(3 * GATHER_US)
+    assert timeline.communication_us == pytest.approx(2 * GATHER_US + far_us)
+
+
+@pytest.mark.parametrize("later_kib", [1, 3])
+def test_groups_that_send_over_one_link_share_it(later_kib: int):
+    """Half of it each while both move bytes: not while the latency of one of them passes."""
+    build = Builder()
+    shards = [build.input(8, 16), build.input(8 * later_kib, 16)]
+    started = [build.gather(shard, 2, group) for shard, group in zip(shards, ("pair", "other"), strict=True)]
+    timeline = predict_timeline(build.output(*(build.wait(node) for node in started)), ROUND, PAIR)
+    moving_us = 0.512
+    ends = [12 + 2 * moving_us, 12 + (1 + later_kib) * moving_us]
+    assert [event.duration_us for event in timeline.events] == pytest.approx(ends)
+    assert timeline.time_us == pytest.approx(ends[1])
+    assert timeline.communication_us == pytest.approx(2 * 12 + (1 + later_kib) * moving_us)
+
+
+def test_a_collective_that_starts_later_shares_what_is_left():
+    build = Builder()
+    shards = [build.input(8 * 100, 16), build.input(8, 16)]
+    first = build.gather(shards[0], 2, "pair")
+    x = build.input(16, 16)
+    work = build.call(aten.mm.default, x, x)
+    second = build.gather(shards[1], 2, "other")
+    timeline = predict_timeline(build.output(work, build.wait(first), build.wait(second)), ROUND, PAIR)
+    durations = {event.name: event.duration_us for event in timeline.events}
+    assert durations[first.name] == pytest.approx(12 + 101 * 0.512)
+    assert durations[second.name] == pytest.approx(12 + 2 * 0.512)
 
 
 def test_a_collective_that_nobody_waits_for_ends_the_graph():

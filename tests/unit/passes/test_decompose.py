@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel, GroupShape, Timeline
+from lightning_autoparallel.cost.liveness import Surroundings
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes import split_passes
@@ -358,6 +359,30 @@ def test_small_shards_stay_whole():
     # Half the bandwidth is reached where bytes take as long as the latency of 12 us: at 12 kB.
     (note,) = decompose_gather_matmul(linear("gather", 50, 32, 2048), options=NCCL, costs=COSTS, preview=as_is)
     assert "whole: shards of 6400 bytes are below 12000: a transfer is mostly latency" in note
+
+
+def added(rows: int, width: int, columns: int) -> fx.Graph:
+    """A product that adds up over what is gathered, of every rank's part an addend as large as itself."""
+    b = RingBuilder(RANKS, rows, width, torch.bfloat16, "ring")
+    whole = b.gathered(b.take(rows, width))
+    return b.output(b.mm(b.call(aten.t.default, whole), b.take(rows * RANKS, columns)))
+
+
+@pytest.mark.parametrize("room_mib", [None, 0, 256, 512])
+def test_where_there_is_no_room_for_addends_the_gather_stays_whole(room_mib: int | None):
+    rows, width, columns = 2048, 4096, 4096
+    graph = added(rows, width, columns)
+    fast = CostModel(hardware=replace(ROUND, memory_gb_per_s=2e3), groups=COSTS.groups)
+    around = None if room_mib is None else lambda _: Surroundings(room_bytes=room_mib * 2**20)
+    preview = lambda _, asked: fast.timeline(asked)  # noqa: E731
+    notes = decompose_gather_matmul(graph, options=NCCL, costs=fast, preview=preview, surroundings=around)
+    # in float32, of each rank one; the gathered value is not there instead
+    more_mib = (RANKS * width * columns * 4 - RANKS * rows * width * 2) // 2**20
+    shard_mib = rows * width * 2 // 2**20
+    peak_mib = shard_mib * (1 + RANKS) + rows * RANKS * columns * 2 // 2**20 + width * columns * 2 // 2**20
+    fits = room_mib is None or peak_mib + more_mib <= max(room_mib, peak_mib) + 128
+    assert (launches(graph) == {"permute": RANKS - 1}) is fits
+    assert any(f"would take {more_mib} MiB more: there is no room" in note for note in notes) is not fits
 
 
 def test_over_gloo_nothing_is_decomposed_that_is_not_forced():

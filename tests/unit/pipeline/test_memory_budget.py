@@ -1,7 +1,8 @@
-"""A plan may use nine tenths of what the smallest rank has."""
+"""A plan may use nine tenths of what the smallest rank has; passes, what of that is not kept."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,3 +54,25 @@ def budget(monkeypatch: Any, device: str, memory: int, other: int, unlisted: str
 )
 def test_the_budget(monkeypatch: Any, device: str, memory: int, other: int, options: Any, expected: float) -> None:
     assert budget(monkeypatch, device, memory, other, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("budget_gib", "missing_gib", "local", "expected_gib"),
+    [(44.0, 0.0, False, 37.0), (44.0, 11.0, False, 27.0), (2.2, 0.0, False, 0.0), (44.0, 0.0, True, 0.0)],
+)
+def test_the_room_of_passes(
+    monkeypatch: Any, budget_gib: float, missing_gib: float, local: bool, expected_gib: float
+) -> None:
+    """A tenth is reserved beside what is alive, and 3 GiB are kept."""
+    monkeypatch.setattr(memory_budget, "kept_bytes", lambda captured, plan, state: 3.0 * GIB)
+    captured, plan = SimpleNamespace(local=local), SimpleNamespace()
+    found: Any = SimpleNamespace(budget_bytes=budget_gib * GIB, missing_bytes=missing_gib * GIB, state=None)
+    hardware: Any = SimpleNamespace(reserved_share=0.1)
+    room = memory_budget.room_of_passes(captured, plan, found, hardware)  # type: ignore[arg-type]
+    assert room == pytest.approx(expected_gib * GIB, abs=1)
+
+
+def test_a_plan_that_was_not_found_has_no_budget() -> None:
+    found: Any = SimpleNamespace(budget_bytes=math.inf, missing_bytes=0.0, state=None)
+    captured: Any = SimpleNamespace(local=False)
+    assert memory_budget.room_of_passes(captured, SimpleNamespace(), found, hardware_named("h100")) == 0  # type: ignore[arg-type]
