@@ -102,14 +102,21 @@ def ring_gb_per_s(group: GroupShape, hardware: HardwareSpec, kind: str = "all_ga
     return min(inside.bandwidth_gb_per_s, adapters)
 
 
-def link_shares(group: GroupShape, hardware: HardwareSpec) -> dict[Link, float]:
-    """How much of the bandwidth of each link a ring over the group takes."""
+def link_shares(kind: str, group: GroupShape, hardware: HardwareSpec) -> dict[Link, float]:
+    """How much of the bandwidth of each link a collective takes while it moves bytes: at most all of it.
+
+    A measured kind may be slower than the link: what slows it down is taken to be shared, too.
+    """
     if group.ranks == 1:
         return {}
-    inside, between = hardware.intra_node.bandwidth_gb_per_s, hardware.inter_node.bandwidth_gb_per_s
-    ring = ring_gb_per_s(group, hardware)
-    shares: dict[Link, float] = {"inside": ring / inside} if group.ranks_per_node > 1 else {}
-    return shares if group.nodes == 1 else {**shares, "between": ring / (group.ranks_per_node * between)}
+    if group.nodes == 1:
+        return {"inside": 1.0}
+    inside, adapters = hardware.intra_node.bandwidth_gb_per_s, hardware.inter_node.bandwidth_gb_per_s
+    if group.ranks_per_node == 1 or kind in ("all_to_all", "permute"):  # most ranks are elsewhere
+        return {"between": 1.0}
+    adapters *= group.ranks_per_node
+    ring = min(inside, adapters)
+    return {"inside": ring / inside, "between": ring / adapters}
 
 
 def moved_share(kind: str, ranks: int) -> float:

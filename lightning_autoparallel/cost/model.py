@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,7 +11,7 @@ from lightning_autoparallel.cost.collective import collective_time_us, moving_ti
 from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
-from lightning_autoparallel.cost.timeline import Timeline, node_collective_time_us, predict_timeline
+from lightning_autoparallel.cost.timeline import Timeline, link_uses, node_collective_time_us, predict_timeline
 from lightning_autoparallel.cost.traffic import Shares, shared_links
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
@@ -76,9 +76,9 @@ class CostModel:
         """
         return moving_time_us(kind, size_bytes, self._shape_of(group_name), self.hardware)
 
-    def link_shares(self, names: Iterable[str]) -> Shares:
-        """Of groups that could use more than all of a link together, the part that each takes of it."""
-        return shared_links({name: self.groups[name] for name in names if name in self.groups}, self.hardware)
+    def link_shares(self, graph: fx.Graph) -> Shares:
+        """What groups' collectives take of links that they could want more than all of together."""
+        return shared_links(link_uses(graph), self.groups, self.hardware)
 
     def saturating_bytes(self, kind: str, group_name: str, fraction: float = 0.9) -> int:
         """The size (of the larger side) from which a collective reaches ``fraction`` of its group's bandwidth.

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from lightning_autoparallel.contracts import TimelineEvent
-from lightning_autoparallel.cost.collective import collective_time_us, moving_time_us
+from lightning_autoparallel.cost.collective import Link, collective_time_us, moving_time_us
 from lightning_autoparallel.cost.compute import graph_times_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
-from lightning_autoparallel.cost.traffic import Running, Traffic, shared_links
+from lightning_autoparallel.cost.traffic import Running, Traffic, Use, shared_links
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
@@ -69,9 +69,8 @@ def predict_timeline(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    names = dict.fromkeys(map(fxn.group_of, fxn.collectives_of(graph)))
-    traffic = Traffic(shared_links({name: groups[name] for name in names if name in groups}, hardware))
-    streams = _Streams(hardware, traffic)
+    shares = shared_links(link_uses(graph), groups, hardware)
+    streams = _Streams(hardware)
     if times_us is None:
         times_us = graph_times_us(graph, hardware)
     for node in graph.nodes:
@@ -80,8 +79,9 @@ def predict_timeline(
         elif fxn.collective_kind(node):
             # A call that only starts a collective takes no time itself.
             time_us = times_us.get(node) or node_collective_time_us(node, hardware, groups)
-            moving_us = _moving_us(node, hardware, groups) if traffic.shared else time_us
-            streams.communicate(node, time_us, min(moving_us, time_us))
+            own = shares[use_of(node)]
+            moving_us = min(_moving_us(node, hardware, groups), time_us) if own else time_us
+            streams.communicate(node, time_us, moving_us, own)
         elif times_us[node]:
             streams.compute(node, times_us[node])
     return streams.timeline()
@@ -93,26 +93,36 @@ def node_collective_time_us(node: fx.Node, hardware: HardwareSpec, groups: Mappi
     Raises:
         UnsupportedOpError: its kind has no cost, or its process group is not one of ``groups``.
     """
-    kind, group = fxn.collective_kind(node), fxn.group_of(node)
+    group, kind = use_of(node)
     if group not in groups:
         raise UnsupportedOpError(
             f"{node.name} runs on process group {group!r}, of which nothing is known: groups are {', '.join(groups)}"
         )
-    return collective_time_us(kind or str(node.target), fxn.collective_size_bytes(node), groups[group], hardware)
+    return collective_time_us(kind, fxn.collective_size_bytes(node), groups[group], hardware)
+
+
+def use_of(node: fx.Node) -> Use:
+    """What a collective is to links: its group and its kind."""
+    return fxn.group_of(node), fxn.collective_kind(node) or str(node.target)
+
+
+def link_uses(graph: fx.Graph) -> list[Use]:
+    """Those of a graph's collectives."""
+    return list(dict.fromkeys(map(use_of, fxn.collectives_of(graph))))
 
 
 def _moving_us(node: fx.Node, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> float:
     """Of its bytes, latency apart."""
-    kind, shape = fxn.collective_kind(node) or str(node.target), groups[fxn.group_of(node)]
-    return moving_time_us(kind, fxn.collective_size_bytes(node), shape, hardware)
+    group, kind = use_of(node)
+    return moving_time_us(kind, fxn.collective_size_bytes(node), groups[group], hardware)
 
 
 class _Streams:
-    def __init__(self, hardware: HardwareSpec, traffic: Traffic) -> None:
+    def __init__(self, hardware: HardwareSpec) -> None:
         self._beside = hardware.overlap_pace  # of collectives, while something computes
         self._computing = 1 - hardware.overlap_share * hardware.overlap_pace  # its pace, while a collective runs
         self._clock_us = 0.0  # of the compute stream
-        self._traffic = traffic
+        self._traffic = Traffic()
         self._done: set[fx.Node] = set()
         self._busy_us = self._communication_us = 0.0
         self._spans: dict[str, Span] = {}  # by node, in the graph's order
@@ -131,11 +141,11 @@ class _Streams:
         self._busy_us += taken_us
         self._add(node, COMPUTE, start_us)
 
-    def communicate(self, node: fx.Node, duration_us: float, moving_us: float) -> None:
+    def communicate(self, node: fx.Node, duration_us: float, moving_us: float, shares: Mapping[Link, float]) -> None:
         self._communication_us += duration_us
         self._add(node, fxn.group_of(node), self._clock_us)
         latency_us = duration_us - moving_us
-        running = Running(node=node, latency_us=latency_us, moving_us=moving_us, start_us=self._clock_us)
+        running = Running(node=node, latency_us=latency_us, moving_us=moving_us, start_us=self._clock_us, shares=shares)
         self._traffic.start(fxn.group_of(node), running)
         self._pass(0.0, 1.0)  # one that takes no time is done
 

@@ -8,7 +8,7 @@ customers of one adapter, however many streams start them. Latency is nobody's b
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -20,27 +20,34 @@ from lightning_autoparallel.cost.hardware import HardwareSpec
 _DONE_US = 1e-9  # left of a phase that is over, but for rounding
 _ALL = 1 + 1e-9  # of a link
 
-Shares = Mapping[str, Mapping[Link, float]]  # by process group, of a link's bandwidth
+Use = tuple[str, str]  # a process group, and a kind of collective that it runs
+Shares = Mapping[Use, Mapping[Link, float]]  # of a link's bandwidth
 
 
-def shared_links(groups: Mapping[str, GroupShape], hardware: HardwareSpec) -> Shares:
-    """Of each of the groups, the part that it takes of every link for which there may be more than all of it."""
-    shares = {name: link_shares(shape, hardware) for name, shape in groups.items()}
-    total: Counter[Link] = Counter()
-    for own in shares.values():
-        total.update(own)
-    shared = {name: {link: part for link, part in own.items() if total[link] > _ALL} for name, own in shares.items()}
-    return {name: own for name, own in shared.items() if own and len(shared) > 1}
+def shared_links(uses: Iterable[Use], groups: Mapping[str, GroupShape], hardware: HardwareSpec) -> Shares:
+    """What each use takes of links that groups may want more than all of at once; unknown groups are left out."""
+    shares = {use: link_shares(use[1], groups[use[0]], hardware) for use in uses if use[0] in groups}
+    most: dict[Link, dict[str, float]] = {}
+    for (group, _), own in shares.items():
+        for link, share in own.items():
+            wanted = most.setdefault(link, {})
+            wanted[group] = max(share, wanted.get(group, 0.0))
+    crowded = {link for link, wanted in most.items() if len(wanted) > 1 and sum(wanted.values()) > _ALL}
+    return {use: {link: own[link] for link in own if link in crowded} for use, own in shares.items()}
 
 
 @dataclass(kw_only=True)
 class Running:
-    """A collective that was started: what is left of its latency, and of moving its bytes alone."""
+    """A collective that was started: what is left of its latency, and of moving its bytes alone.
+
+    ``shares`` are those that it has then of links which others may want, too.
+    """
 
     node: fx.Node
     latency_us: float
     moving_us: float
     start_us: float
+    shares: Mapping[Link, float] = field(default_factory=dict)
 
     @property
     def is_moving(self) -> bool:
@@ -67,9 +74,8 @@ class Running:
 
 @dataclass
 class Traffic:
-    """Those that were started and are not done, by process group the one that runs first; ``shared`` is of groups."""
+    """Those that were started and are not done, by process group the one that runs first."""
 
-    shared: Shares = field(default_factory=dict)
     queues: dict[str, deque[Running]] = field(default_factory=dict)
 
     def start(self, group: str, running: Running) -> None:
@@ -101,12 +107,11 @@ class Traffic:
 
     def _paces(self) -> dict[str, float]:
         """Of those that share a link now."""
-        if not self.shared:
-            return {}
-        moving = [group for group in self.shared if (queue := self.queues.get(group)) and queue[0].is_moving]
+        heads = {group: queue[0] for group, queue in self.queues.items() if queue and queue[0].shares}
+        moving = {group: head for group, head in heads.items() if head.is_moving}
         if len(moving) < 2:
             return {}
         used: Counter[Link] = Counter()
-        for group in moving:
-            used.update(self.shared[group])
-        return {group: 1 / max(1.0, *(used[link] for link in self.shared[group])) for group in moving}
+        for head in moving.values():
+            used.update(head.shares)
+        return {group: 1 / max(1.0, *(used[link] for link in head.shares)) for group, head in moving.items()}

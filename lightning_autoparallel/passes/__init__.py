@@ -7,9 +7,11 @@ from lightning_autoparallel.passes.joint_groups import AxesByGroup, joint_groups
 from lightning_autoparallel.passes.loss_head import ChunkOptions
 from lightning_autoparallel.passes.order import all_passes, joint_passes, split_passes
 from lightning_autoparallel.passes.runner import GraphPass, check_disabled, run_passes
+from lightning_autoparallel.passes.scheduling.live import EXTRA_BYTES
 
 __all__ = [
     "DEFAULT_BYTES",
+    "EXTRA_BYTES",
     "AxesByGroup",
     "BucketLimit",
     "ChunkOptions",

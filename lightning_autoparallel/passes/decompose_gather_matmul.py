@@ -28,8 +28,8 @@ def decompose_gather_matmul(
     """Decompose all-gathers that only products read.
 
     ``preview`` predicts a graph once the passes behind this one have run. Without it, or ``costs``, only what
-    ``options`` force is decomposed. What would pass the peak, as ``surroundings`` of the graph have it, by more than
-    orders may stays whole: parts that are to be added up are all kept until the last one is there.
+    ``options`` force is decomposed. What is not forced stays whole where it would pass the peak, as ``surroundings`` of
+    the graph have it, by more than an order may: parts that are to be added up are all kept until the last is there.
 
     Raises:
         ConfigError: what is forced cannot be done by the backend.

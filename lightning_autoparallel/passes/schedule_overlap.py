@@ -46,8 +46,8 @@ def schedule_overlap(
     ``surroundings`` say what of the graph's inputs its caller holds; without them all are held. Nothing begins more
     than ``max_compute_prefetch`` heavy calls (matrix products, attention) ahead of its place, nor more than
     ``put_off`` behind it. The predicted peak of live bytes rises by ``extra_bytes`` at most above the step's, the
-    graph's own or that of its surroundings. ``known`` remembers the orders of graphs that are of one structure, and
-    have the same surroundings.
+    graph's own or that of its surroundings; to the room that these give, where that is much faster. ``known`` remembers
+    the orders of graphs that are of one structure, and have the same surroundings.
     """
     if costs is None:
         return ("skipped: no costs",)

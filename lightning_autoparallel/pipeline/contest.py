@@ -7,13 +7,16 @@ another one goes no further if it would have to come twice as near to it as any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_autoparallel.artifacts import ArtifactWriter
-from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, ShardingPlan
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.memory import predict_step_memory
+from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike_to_look_at
 from lightning_autoparallel.pipeline.predict import forecast_of, step_update_us
 from lightning_autoparallel.pipeline.progress import StageProgress
@@ -117,11 +120,13 @@ class Contest:
 
     def _forecast(self, one: _Begun) -> Forecast:
         """What the step takes behind all passes, as rank 0 finds."""
-        context, step = self._context, one.rewriting.finish()
+        context, lean_bytes = self._context, _peak_bytes(one.rewriting.partitioned)
+        step = one.rewriting.finish()
         error: Exception | None = None
         forecast: Forecast | None = None
         try:
             forecast = forecast_of(self._captured, one.plan, step.partitioned, self._costs, context.found.state)
+            forecast = replace(forecast, lean_bytes=lean_bytes)
         except Exception as caught:  # raised again below, once every rank knows
             error = caught
         context.control.raise_together(error)
@@ -133,3 +138,11 @@ class Contest:
     def _leave_out(self, place: int, reason: str) -> None:
         which = "another plan" if place else "the solver's best"
         self.left_out.append(f"plan auto: {which} was left out: {reason}")
+
+
+def _peak_bytes(partitioned: PartitionedGraph) -> float:
+    """The predicted peak of a step; infinite where it is not known."""
+    try:
+        return float(predict_step_memory(partitioned).peak_bytes)
+    except UnsupportedOpError:
+        return math.inf

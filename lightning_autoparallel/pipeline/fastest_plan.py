@@ -58,13 +58,14 @@ class RewrittenStep:
 class Forecast:
     """What a step takes after the passes: ``time_us`` with the optimizer's, None where a cost is unknown.
 
-    It starts so many ``launches``. ``peak_bytes`` are those beside parameters and the optimizer's state, ``largest``
-    the values that take most of them. ``step`` is what was looked at, where it may be taken as it is: then every rank
-    has it.
+    It starts so many ``launches``. ``peak_bytes`` are those beside parameters and the optimizer's state, ``lean_bytes``
+    those before passes have used what there is room for, ``largest`` the values that take most of the peak. ``step`` is
+    what was looked at, where it may be taken as it is: then every rank has it.
     """
 
     time_us: float | None
     peak_bytes: float
+    lean_bytes: float = math.inf
     launches: int = 0
     step: RewrittenStep | None = None
     largest: tuple[MemoryShare, ...] = ()
@@ -78,6 +79,11 @@ class Contender:
     forecast: Forecast
     kept_bytes: float
     needed_bytes: float
+
+    @property
+    def lean_bytes(self) -> float:
+        """What a rank would need if passes used no room that is left."""
+        return self.kept_bytes + min(self.forecast.lean_bytes, self.forecast.peak_bytes)
 
 
 def alike(hardware: HardwareSpec) -> float:

@@ -75,7 +75,7 @@ class FoundPlan:
     """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
 
     ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
-    ``predicted_bytes`` and ``predicted_us`` a step, and passes made it ``missing_bytes`` more, in so many ``rounds``.
+    ``predicted_bytes`` or more, ``predicted_us`` a step, and passes made it ``missing_bytes`` more in ``rounds`` plans.
     It is for a module whose parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
     ``state`` is what optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may
     take as it is. ``calls`` are those of modules, in a training that runs no whole step.
@@ -370,7 +370,7 @@ def _find_within(
         taken = fastest(contenders, budget_bytes, alike(costs.hardware))
         if taken is not None:
             _hold(found, taken.answer)
-            found.predicted_bytes = taken.kept_bytes + taken.forecast.peak_bytes
+            found.predicted_bytes = taken.lean_bytes
             found.predicted_us = taken.forecast.time_us
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"

@@ -8,7 +8,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import PartitionedGraph
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.timeline import COMPUTE
+from lightning_autoparallel.cost.timeline import COMPUTE, use_of
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.bucketing import BucketLimit
@@ -33,13 +33,12 @@ def least_time_us(partitioned: PartitionedGraph, costs: CostModel, limit: Bucket
 def _busiest_us(graph: fx.Graph, costs: CostModel, limit: BucketLimit) -> float:
     busy_us: dict[str, float] = defaultdict(float)
     busy_us[COMPUTE] = sum(costs.graph_times_us(graph).values())
-    collectives = list(fxn.collectives_of(graph))
-    shares = costs.link_shares(dict.fromkeys(map(fxn.group_of, collectives)))
-    for node in collectives:
-        ways = _WAYS.get(kind := fxn.collective_kind(node) or "", (kind,))
-        group = fxn.group_of(node)
+    shares = costs.link_shares(graph)
+    for node in fxn.collectives_of(graph):
+        group, kind = use = use_of(node)
+        ways = _WAYS.get(kind, (kind,))
         busy_us[group] += min(_moving_us(node, way, costs) + _latency_us(node, way, costs, limit) for way in ways)
-        for link, share in shares.get(group, {}).items():
+        for link, share in shares.get(use, {}).items():
             busy_us[link] += share * min(_moving_us(node, way, costs) for way in ways)
     return max(busy_us.values())
 

@@ -10,6 +10,7 @@ from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.passes import EXTRA_BYTES
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.found_plan import FoundPlan
 
 _USABLE = 0.9  # of a device's memory
+_FOR_PASSES = 0.9  # of the budget
 _ROUND_BYTES = 2**28  # equal machines keep a little more or less for themselves, and plans are kept for a budget
 
 
@@ -40,12 +42,14 @@ def budget_bytes(config: EngineConfig, mesh: ParallelMesh, hardware: HardwareSpe
     return min(usable, of_hardware) if told[0][1] else usable
 
 
-def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan, hardware: HardwareSpec) -> int:
-    """Bytes that a whole step may take beside what is kept, where passes make it faster by more; 0 where none is known.
+def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan, hardware: HardwareSpec) -> int | None:
+    """Bytes that the step of a plan that was found may take beside what is kept, where it is faster by more.
 
-    A plan that was found is known to have a budget; of calls of modules several are there at once.
+    None for any other graph: what the budget leaves beside an evaluation, or a step that trains other parameters, was
+    not reckoned, and of calls of modules several are there at once. Predictions are not exact, and passes may pass what
+    they are given twice by what any order may take more: both stays free.
     """
-    if captured.local or math.isinf(found.budget_bytes):
-        return 0
+    if captured.local or not captured.has_backward or plan.found is None or math.isinf(found.budget_bytes):
+        return None
     usable = (found.budget_bytes - found.missing_bytes) / (1 + (hardware.reserved_share or 0.0))
-    return max(int(usable - kept_bytes(captured, plan, found.state)), 0)
+    return max(int(_FOR_PASSES * usable - kept_bytes(captured, plan, found.state)) - 2 * EXTRA_BYTES, 0)

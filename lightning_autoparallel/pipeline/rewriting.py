@@ -55,7 +55,7 @@ class StepRewriting:
     partitioned: PartitionedGraph
     _sharded: ShardedGraph
     _is_part: bool
-    _room_bytes: int
+    _room_bytes: int | None
     _partitioning: Partitioning
     _joint: tuple[GraphPass, ...]
     _ahead: tuple[GraphPass, ...]
@@ -194,7 +194,7 @@ class StepRewriting:
 
     def _split_passes(self, partitioned: PartitionedGraph) -> tuple[GraphPass, ...]:
         config, mesh, costs = self._context.config, self._context.mesh, self._costs
-        room_bytes = max(self._partitioning.first_bytes, self._room_bytes)
+        room_bytes = self._partitioning.first_bytes if self._room_bytes is None else self._room_bytes
         around = partial(surroundings_of, partitioned, room_bytes=room_bytes)
         backend = _backend(mesh, costs)
         options = _decompose_options(config, backend)

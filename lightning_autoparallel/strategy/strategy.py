@@ -338,7 +338,7 @@ class AutoParallelStrategy(SavingStrategy):
         """Evaluations see each row once, whether ranks can share them out evenly or not."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        evaluates = trainer.evaluating or trainer.predicting or trainer.sanity_checking  # none before the launch
+        evaluates = trainer.evaluating or trainer.predicting  # neither before the launch
         if isinstance(dataloader, DataLoader) and evaluates:
             assert self._control is not None
             share_out_rows(dataloader, trainer, self._control)

@@ -22,20 +22,20 @@ class Room:
     def __init__(self, graph: fx.Graph, around: Surroundings) -> None:
         memory = predict_memory(graph, surroundings=around)
         self._live_bytes = dict(zip(graph.nodes, memory.live_bytes, strict=True))
-        self._most_bytes = max(memory.peak_bytes, around.elsewhere_bytes, around.room_bytes) + EXTRA_BYTES
+        self._most_bytes = max(max(memory.peak_bytes, around.elsewhere_bytes) + EXTRA_BYTES, around.room_bytes)
 
     def refusal(self, gather: Gather) -> str | None:
         """Why a gather stays whole for the room that its products' parts take; None where there is as much."""
-        first = gather.products[0].product.node  # what the last one adds comes behind it, but all parts do here
-        left = self._most_bytes - self._live_bytes[first]
-        more = parts_bytes(gather) - fxn.size_bytes(gather.node.meta["val"])
+        first = gather.products[0]  # all parts are where the first product is
+        left = self._most_bytes - self._live_bytes[first.product.node]
+        more = parts_bytes(gather) - fxn.size_bytes(first.product.operand(first.side).meta["val"])
         if more <= left:
             return None
         return f"its products' parts, all kept until the last, would take {more / 2**20:.0f} MiB more: there is no room"
 
 
 def parts_bytes(gather: Gather) -> int:
-    """Of the parts of all products, which are there at once; addends are each as large as the product, or larger."""
+    """Of the parts of all products, which are there at once; addends, and their sum, are as large as it or larger."""
     return sum(_bytes_of(one, gather.ranks) for one in gather.products)
 
 
@@ -44,4 +44,4 @@ def _bytes_of(one: CutProduct, ranks: int) -> int:
     if one.kind != "contracting":
         return fxn.size_bytes(value)
     itemsize = torch.float32.itemsize if is_narrow(value.dtype) else value.dtype.itemsize
-    return ranks * value.numel() * itemsize
+    return (ranks + 1) * value.numel() * itemsize

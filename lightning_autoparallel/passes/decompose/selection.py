@@ -3,7 +3,7 @@
 Forced, all that may be are, but gathers of parameters and reductions of their gradients: those have time, and share
 launches. Else each passes the gate
 first, then all together: the whole graph, with the passes behind run over it, must be predicted to take less time than
-without them. Nothing but costs decides, which are equal on all ranks.
+without them. Nothing but costs and predicted memory decides, which are equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The streams of a schedule in the making, as ``cost.timeline`` has them."""
+"""The streams of a schedule in the making, as ``cost.timeline`` has them where each is alone on its link."""
 
 from __future__ import annotations
 

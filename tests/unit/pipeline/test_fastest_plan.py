@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -64,3 +65,10 @@ def test_a_choice_is_told_with_its_times() -> None:
 def test_other_ranks_are_not_told_what_only_rank_0_can_explain() -> None:
     assert ANSWER.to_tell().explain is None
     assert ANSWER.to_tell().spec is ANSWER.spec
+
+
+@pytest.mark.parametrize(("before_bytes", "lean_bytes"), [(4.0, 5.0), (12.0, 11.0), (math.inf, 11.0)])
+def test_what_passes_use_of_the_room_is_not_what_a_plan_needs(before_bytes: float, lean_bytes: float) -> None:
+    forecast = Forecast(time_us=1.0, peak_bytes=10.0, lean_bytes=before_bytes)
+    contender = Contender(answer=ANSWER, forecast=forecast, kept_bytes=1.0, needed_bytes=11.0)
+    assert contender.lean_bytes == lean_bytes

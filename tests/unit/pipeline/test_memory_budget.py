@@ -57,22 +57,25 @@ def test_the_budget(monkeypatch: Any, device: str, memory: int, other: int, opti
 
 
 @pytest.mark.parametrize(
-    ("budget_gib", "missing_gib", "local", "expected_gib"),
-    [(44.0, 0.0, False, 37.0), (44.0, 11.0, False, 27.0), (2.2, 0.0, False, 0.0), (44.0, 0.0, True, 0.0)],
+    ("budget_gib", "missing_gib", "step", "expected_gib"),
+    [
+        (44.0, 0.0, {}, 36.0 - 3.0 - 0.25),
+        (44.0, 11.0, {}, 27.0 - 3.0 - 0.25),
+        (2.2, 0.0, {}, 0.0),
+        (44.0, 0.0, {"local": True}, None),  # one of several calls
+        (44.0, 0.0, {"has_backward": False}, None),  # what lies beside an evaluation was not reckoned
+        (44.0, 0.0, {"found": None}, None),
+        (math.inf, 0.0, {}, None),
+    ],
 )
 def test_the_room_of_passes(
-    monkeypatch: Any, budget_gib: float, missing_gib: float, local: bool, expected_gib: float
+    monkeypatch: Any, budget_gib: float, missing_gib: float, step: dict[str, Any], expected_gib: float | None
 ) -> None:
-    """A tenth is reserved beside what is alive, and 3 GiB are kept."""
+    """Of nine tenths of the budget, of which a tenth is reserved beside what is alive; 3 GiB are kept."""
     monkeypatch.setattr(memory_budget, "kept_bytes", lambda captured, plan, state: 3.0 * GIB)
-    captured, plan = SimpleNamespace(local=local), SimpleNamespace()
+    known = {"local": False, "has_backward": True, "found": "a spec", **step}
+    both: Any = SimpleNamespace(**known)
     found: Any = SimpleNamespace(budget_bytes=budget_gib * GIB, missing_bytes=missing_gib * GIB, state=None)
     hardware: Any = SimpleNamespace(reserved_share=0.1)
-    room = memory_budget.room_of_passes(captured, plan, found, hardware)  # type: ignore[arg-type]
-    assert room == pytest.approx(expected_gib * GIB, abs=1)
-
-
-def test_a_plan_that_was_not_found_has_no_budget() -> None:
-    found: Any = SimpleNamespace(budget_bytes=math.inf, missing_bytes=0.0, state=None)
-    captured: Any = SimpleNamespace(local=False)
-    assert memory_budget.room_of_passes(captured, SimpleNamespace(), found, hardware_named("h100")) == 0  # type: ignore[arg-type]
+    room = memory_budget.room_of_passes(both, both, found, hardware)
+    assert room == (None if expected_gib is None else pytest.approx(expected_gib * GIB, abs=1))

@@ -114,3 +114,34 @@ def test_a_plan_that_fails_in_its_last_passes_is_left_out(monkeypatch: pytest.Mo
             said.append(["raised"])
     assert said.count(["raised"]) == 1  # where it is the solver's best
     assert said.count(["plan auto: another plan was left out: PassError: no such bucket"]) == len(places) - 1
+
+
+@pytest.mark.parametrize(("asked", "budget_gib"), [("auto", 1.0), ("auto", 0.6), ("fsdp", 1.0)])
+def test_passes_are_told_of_the_room_that_a_found_plan_leaves(
+    asked: str, budget_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: set[int] = set()
+    around = rewriting.surroundings_of
+
+    def surroundings(*args: Any, room_bytes: int) -> Any:
+        told.add(room_bytes)
+        return around(*args, room_bytes=room_bytes)
+
+    lean: list[float] = []
+    finished = contest.Contest._finished
+
+    def finish(*args: Any) -> Any:
+        contender = finished(*args)
+        lean.append(contender.forecast.lean_bytes / contender.forecast.peak_bytes)
+        return contender
+
+    monkeypatch.setattr(contest.Contest, "_finished", finish)
+    monkeypatch.setattr(rewriting, "surroundings_of", surroundings)
+    report = planned(2048, asked=asked, memory_budget_gib=budget_gib, loss_chunks=1)
+    assert all(0.5 < share < 1.5 for share in lean) and bool(lean) is (asked == "auto")
+    assert report.parameters is not None
+    kept = [sum((each.parameter_bytes, each.optimizer_bytes or 0)) for each in report.parameters.values()]
+    if asked == "fsdp":
+        assert told == {0}
+    else:
+        assert int(0.9 * budget_gib * 2**30 - sum(kept)) - 2**28 in told
