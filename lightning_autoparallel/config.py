@@ -145,8 +145,8 @@ class PlanRule:
 class PlanSpec:
     """A named plan and the rules on top of it; ``file`` is a plan file that holds the placements themselves.
 
-    Its plan ``recomputes`` what that policy of activation checkpointing says, if it says any; where it was ``found``,
-    nobody wrote its rules.
+    Its plan ``recomputes`` what that policy of activation checkpointing says, if it says any, and ``keeps_gathered``
+    what it gathers until the backward, or not; where it was ``found``, nobody wrote its rules.
 
     Raises:
         ConfigError: an unknown base, or a rule that cannot be read.
@@ -157,6 +157,7 @@ class PlanSpec:
     file: str | None = None
     recomputes: str | None = None
     found: bool = False
+    keeps_gathered: bool = False
 
     def __post_init__(self) -> None:
         check_plan(self.base)
@@ -187,7 +188,8 @@ class PlanSpec:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             parsed = cls.parse({"base": document["base"], "rules": document["rules"]})
             policy, found = document.get("activation_checkpointing"), bool(document.get("found"))
-            return replace(parsed, file=path, recomputes=policy, found=found)
+            keeps = bool(document.get("keeps_gathered"))
+            return replace(parsed, file=path, recomputes=policy, found=found, keeps_gathered=keeps)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"plan file {path} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -382,6 +384,7 @@ def _check_word(what: str, word: Any, allowed: Sequence[str]) -> None:
 class EngineConfig:
     """What the pipeline needs to know besides the step, the mesh and the batch.
 
+    ``reshard_after_forward`` is True, False, or ``auto``: as is faster in a plan that is found, else True.
     ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
     for what is usual where the mesh runs. ``memory_budget_gib`` is what plan ``auto`` may use on a rank. ``explain`` is
@@ -389,7 +392,7 @@ class EngineConfig:
     """
 
     plan: PlanSpec = PlanSpec()
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | str = AUTO
     activation_checkpointing: str | Callable[[Any], Any] = "none"
     compile: bool = True
     max_captures: int = 8
@@ -422,6 +425,11 @@ class EngineConfig:
                 f"reduce_every_micro_batch={self.reduce_every_micro_batch!r}: write true, false, or 'auto', which "
                 "reduces once per optimizer step where that costs no memory"
             )
+        if self.reshard_after_forward not in (True, False, AUTO):
+            raise ConfigError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: write true, false, or 'auto', which keeps "
+                "parameters gathered until the backward where plan 'auto' has the memory and is faster by it"
+            )
         ranks = self.ranks_per_node
         if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
             raise ConfigError(f"ranks_per_node={ranks!r}: give a whole number, of at least one rank on a node")
@@ -439,3 +447,7 @@ class EngineConfig:
         budget = self.memory_budget_gib
         if budget is not None and not (isinstance(budget, (int, float)) and budget > 0):
             raise ConfigError(f"memory_budget_gib={budget!r}: give a positive number of GiB that a rank may use")
+
+    def gathers_again(self, plan_keeps: bool = False) -> bool:
+        """Whether the backward gathers parameters again, in a plan that ``plan_keeps`` them gathered, or does not."""
+        return not plan_keeps if self.reshard_after_forward == AUTO else bool(self.reshard_after_forward)

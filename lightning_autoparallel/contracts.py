@@ -154,7 +154,7 @@ class ShardingPlan:
     ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
     ``found`` is the base and the rules that place parameters so, where no person wrote them, ``notes`` what is to be
     said of how. ``explain`` says of a pattern why, for a plan that was to be explained. By the solver's reckoning
-    ``stays_bytes`` are on a rank through a step.
+    ``stays_bytes`` are on a rank through a step. What it ``keeps_gathered`` is not gathered again for the backward.
     """
 
     name: str
@@ -167,6 +167,7 @@ class ShardingPlan:
     notes: tuple[str, ...] = ()
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
+    keeps_gathered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

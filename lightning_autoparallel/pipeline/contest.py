@@ -17,7 +17,7 @@ from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, Sh
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import predict_step_memory
 from lightning_autoparallel.errors import UnsupportedOpError
-from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike_to_look_at
+from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike_to_look_at, weight_of
 from lightning_autoparallel.pipeline.predict import forecast_of, step_update_us
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes
@@ -100,13 +100,13 @@ class Contest:
     def _reason_against(self, one: _Begun) -> str | None:
         """Why a plan need not go further; None where it may be the fastest of those that fit."""
         fitting = [(least_us, each) for least_us, each in self._through.values() if self._fits(each)]
-        known = [(least_us, time) for least_us, each in fitting if (time := each.forecast.time_us) is not None]
+        known = [(least_us, each) for least_us, each in fitting if each.forecast.time_us is not None]
         if not fitting or len(known) < len(fitting):
             return None
-        nearest = min(time / least_us if least_us else 1.0 for least_us, time in known)
+        nearest = min((each.forecast.time_us or 0.0) / least_us if least_us else 1.0 for least_us, each in known)
         above = min(max(nearest - 1, 0.0), _MOST_ABOVE)
-        expected_us = one.least_us * (1 + above * _NEARER)
-        if expected_us > min(time for _, time in known) * alike_to_look_at(self._costs.hardware):
+        expected_us = one.least_us * (1 + above * _NEARER) * weight_of(one.answer)
+        if expected_us > min(each.weighed_us or 0.0 for _, each in known) * alike_to_look_at(self._costs.hardware):
             return f"it takes hardly less than {one.least_us / 1e3:.4g} ms a step"
         return None
 

@@ -24,6 +24,7 @@ from lightning_autoparallel.cost import HardwareSpec
 # machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
 _ALIKE, _ALIKE_MEASURED = 1.005, 1.02
 _AS_LEAN = 1.01  # as are bytes: of those the faster one
+_KEEPING = 1.03  # as much longer may a step take that gathers again, in less memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,11 @@ class Contender:
     needed_bytes: float
 
     @property
+    def weighed_us(self) -> float | None:
+        """Its time beside that of others."""
+        return None if self.forecast.time_us is None else self.forecast.time_us * weight_of(self.answer)
+
+    @property
     def lean_bytes(self) -> float:
         """What a rank would need if passes used no room that is left."""
         return self.kept_bytes + min(self.forecast.lean_bytes, self.forecast.peak_bytes)
@@ -91,6 +97,11 @@ def alike(hardware: HardwareSpec) -> float:
     return _ALIKE if hardware.optimizer_gb_per_s is None else _ALIKE_MEASURED
 
 
+def weight_of(answer: Answer) -> float:
+    """What a plan's time is taken times: keeping what is gathered has to be worth the memory."""
+    return _KEEPING if answer.spec.keeps_gathered else 1.0
+
+
 def alike_to_look_at(hardware: HardwareSpec) -> float:
     """The same for a plan that is not through the passes: fewer launches are worth it where rates are measured."""
     return 1.0 if hardware.optimizer_gb_per_s is None else _ALIKE_MEASURED
@@ -99,7 +110,7 @@ def alike_to_look_at(hardware: HardwareSpec) -> float:
 def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float = _ALIKE) -> Contender | None:
     """The fastest of those that fit, the first of them where a time is unknown; None where none fits."""
     fitting = [each for each in contenders if each.needed_bytes <= budget_bytes]
-    times = [each.forecast.time_us for each in fitting]
+    times = [each.weighed_us for each in fitting]
     known = [time for time in times if time is not None]
     if not fitting or len(known) < len(times):
         return fitting[0] if fitting else None

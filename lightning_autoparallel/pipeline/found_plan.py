@@ -42,8 +42,9 @@ from lightning_autoparallel.pipeline.predict import cost_model
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
 from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, remedies
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
-from lightning_autoparallel.pipeline.staying import check_staying, staying, told_of_staying
-from lightning_autoparallel.plan import first_spec, kept_plan_of, make_plans, matching, plan_document
+from lightning_autoparallel.pipeline.solved_plans import solved
+from lightning_autoparallel.pipeline.staying import check_staying, staying
+from lightning_autoparallel.plan import first_spec, kept_plan_of, matching
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -311,9 +312,9 @@ def _question(context: StageContext, costs: CostModel, policy: str | CheckpointF
 def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:
     """Changes after which the leanest plan would fit, which recomputes as ``policy`` says."""
     stronger = CHECKPOINTING[CHECKPOINTING.index(policy) + 1 :] if policy in CHECKPOINTING else ("full",)
-    saved_with = partial(saved_values, shortfall.captured, context.config.reshard_after_forward)
+    saved_with = partial(saved_values, shortfall.captured, context.config.gathers_again())
     text = remedies(shortfall, context.mesh.data_parallel_size, stronger, saved_with)
-    return text if context.config.reshard_after_forward else f"{text}; reshard_after_forward=True takes less, too"
+    return text if context.config.gathers_again() else f"{text}; reshard_after_forward=True takes less, too"
 
 
 def _settings(context: StageContext, costs: CostModel) -> dict[str, object]:
@@ -389,7 +390,7 @@ def _find_within(
             reserved=reserved,
             budget_bytes=budget_bytes,
             ranks_per_node=costs.hardware.ranks_per_node,
-            gathered_again=context.config.reshard_after_forward,
+            gathered_again=context.config.gathers_again(plan.keeps_gathered),
             add_up=context.earlier_gradients(captured) == "kept",
         )
         over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
@@ -406,7 +407,7 @@ def _saved(captured: CapturedGraph, context: StageContext, policy: str | Checkpo
     error: Exception | None = None
     saved: frozenset[str] = frozenset()
     try:
-        saved = saved_values(captured, context.config.reshard_after_forward, policy)
+        saved = saved_values(captured, context.config.gathers_again(), policy)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
@@ -430,34 +431,6 @@ def _take(
 
 def _hold(found: FoundPlan, answer: Answer) -> None:
     found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
-
-
-def _solved(
-    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float, saved: Collection[str]
-) -> tuple[Answer, ...]:
-    asked = context.found.asked(context.config.plan)
-    plans = make_plans(
-        captured,
-        asked,
-        context.mesh,
-        context.warn,
-        costs=costs,
-        room_bytes=room_bytes,
-        explains=context.config.explain is not None,
-        saved=saved,
-        state=context.found.state,
-        gathered_again=context.config.reshard_after_forward,
-    )
-    answers = []
-    for plan in plans:
-        assert plan.found is not None
-        document = plan_document(captured, plan, plan.found, context.mesh)
-        unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
-        notes = (*plan.notes, *told_of_staying(context.found.pins), *unknown)
-        answers.append(
-            Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
-        )
-    return tuple(answers)
 
 
 def _of_more(state: OptimizerState, captured: CapturedGraph) -> OptimizerState:
@@ -487,7 +460,7 @@ def _found(
         try:
             assert context.found.question is not None
             known = answer(held, context.found.question, captured)
-            found = (known,) if known is not None else _solved(captured, context, costs, room_bytes, saved)
+            found = (known,) if known is not None else solved(captured, context, costs, room_bytes, saved)
         except AutoParallelError as ours:
             error = ours
         except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan

@@ -77,6 +77,7 @@ def answer(held: Mapping[str, Any] | None, question: Question, captured: Capture
     document = json.loads(held["document"])
     if not is_of_graph(document, captured):
         return None
-    spec = replace(PlanSpec.parse({"base": document["base"], "rules": document["rules"]}), found=True)
+    spec = PlanSpec.parse({"base": document["base"], "rules": document["rules"]})
+    spec = replace(spec, found=True, keeps_gathered=bool(document.get("keeps_gathered")))
     note = "plan auto: as it was found before the checkpoint that this training goes on from"
     return Answer(spec=spec, document=document, notes=tuple(dict.fromkeys((*held["notes"], note))))

@@ -81,7 +81,7 @@ def _that_should_fit(
     found, known, refused = context.found, CHECKPOINTING[place], CHECKPOINTING[: place + 1]
     plan = found.plan_of(captured, context.config.plan, context.mesh)
     assert plan is not None
-    again, earlier = context.config.reshard_after_forward, context.earlier_gradients(captured)
+    again, earlier = context.config.gathers_again(plan.keeps_gathered), context.earlier_gradients(captured)
     sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
 
     @cache

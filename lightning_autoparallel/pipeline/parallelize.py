@@ -76,7 +76,7 @@ def parallelize(
     mesh: MeshSpec | Mapping[str, int] | ParallelMesh,
     plan: str | Mapping[str, Any] = "auto",
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Literal["auto"] = "auto",
     activation_checkpointing: str | CheckpointFunction = "none",
     compile: bool = True,
     max_captures: int = 8,
@@ -95,9 +95,9 @@ def parallelize(
 
     The default process group must be initialised. ``sample_args`` are positional arguments for the *global* batch; the
     returned module takes each rank's part of it (rows by data-parallel rank). A 0-dim result is the global one, one
-    with the batch in dim 0 is this rank's rows. ``plan``, ``activation_checkpointing``, ``decompose_matmuls``,
-    ``loss_chunks``, ``hardware`` and ``memory_budget_gib`` are as AutoParallelStrategy takes them. ``device`` defaults
-    to the module's, or the CPU for a meta module.
+    with the batch in dim 0 is this rank's rows. ``plan``, ``reshard_after_forward``, ``activation_checkpointing``,
+    ``decompose_matmuls``, ``loss_chunks``, ``hardware`` and ``memory_budget_gib`` are as AutoParallelStrategy takes
+    them. ``device`` defaults to the module's, or the CPU for a meta module.
 
     Raises:
         ConfigError: no process group, a mesh that does not fit it, or a sample that does not divide by the batch axes.

@@ -56,6 +56,7 @@ class StepRewriting:
     _sharded: ShardedGraph
     _is_part: bool
     _room_bytes: int | None
+    _gathers_again: bool
     _partitioning: Partitioning
     _joint: tuple[GraphPass, ...]
     _ahead: tuple[GraphPass, ...]
@@ -110,6 +111,7 @@ class StepRewriting:
 
     def _apply(self, captured: CapturedGraph, plan: ShardingPlan) -> None:
         self._captured, self._is_part = captured, captured.local
+        self._gathers_again = self._context.config.gathers_again(plan.keeps_gathered)
         self._room_bytes = room_of_passes(captured, plan, self._context.found, self._costs.hardware)
         with self._clock("apply"):
             self._sharded = self._together(lambda: lower_graph(captured, plan, self._context.mesh.ordered_axis))
@@ -157,7 +159,7 @@ class StepRewriting:
         # Without a backward what is partitioned is the joint graph itself, which passes are at work on.
         behind = self._run_first if sharded.has_backward else None
         self._partitioning = Partitioning(
-            sharded, config.reshard_after_forward, self._context.recomputing, earlier_gradients, behind
+            sharded, self._gathers_again, self._context.recomputing, earlier_gradients, behind
         )
         memory_of = self._partitioning.memory
         self._joint = joint_passes(sharded.inputs, sharded.outputs, _chunk_options(config), self._costs, memory_of)

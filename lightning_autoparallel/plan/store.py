@@ -30,7 +30,8 @@ def plan_document(
 ) -> dict[str, Any]:
     """What a plan file holds: mesh, base and rules, parameter placements, and every node's call and placements.
 
-    Also whether the plan was found, and the policy of activation checkpointing by which its backward ``recomputes``.
+    Also whether the plan was found, whether what it gathers stays so until the backward, and the policy of activation
+    checkpointing by which its backward ``recomputes``.
     """
     nodes = _nodes(captured)
     calls = [call_text(node) for node in nodes]
@@ -42,6 +43,7 @@ def plan_document(
         "axes": [axis.name for axis in plan.axes],
         **spec.as_written(),
         "found": spec.found,
+        "keeps_gathered": plan.keeps_gathered,
         "activation_checkpointing": recomputes,
         "parameters": {name: _texts(placements) for name, placements in plan.parameters.items()},
         "outputs": [_texts(placements) for placements in plan.outputs],
@@ -142,6 +144,7 @@ def _plan_of(document: Mapping[str, Any], captured: CapturedGraph, spec: PlanSpe
         parameters={name: _placements(texts) or () for name, texts in document["parameters"].items()},
         outputs=tuple(_placements(texts) for texts in document["outputs"]),
         joint_axes=joint_axes(axes, mesh),
+        keeps_gathered=bool(document.get("keeps_gathered")),
     )
 
 

@@ -127,7 +127,7 @@ def plan(
     ranks_per_node: int | None = None,
     precision: Any = "32-true",
     inference: bool = False,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Literal["auto"] = "auto",
     activation_checkpointing: str | CheckpointFunction = "none",
     batch_dims: Mapping[str, int | None] | None = None,
     disabled_passes: Sequence[str] = (),

@@ -68,7 +68,8 @@ class AutoParallelStrategy(SavingStrategy):
             ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
             ``dp_shard`` only, ``"ddp"`` replicates them. ``{"base": ..., "rules": {...}}`` adds rules, on top of
             ``"auto"`` unless ``base`` names another; the name of a ``.json`` file is a plan that was dumped.
-        reshard_after_forward: gather parameters again in the backward rather than keep them gathered.
+        reshard_after_forward: gather parameters again in the backward rather than keep them gathered; ``"auto"`` does
+            what is faster where plan ``"auto"`` finds the memory for it, and with other plans gathers again.
         activation_checkpointing: what the backward recomputes rather than reads. ``"full"`` saves every block's
             inputs only, ``"layer:N"`` does so for every Nth block, ``"selective"`` saves attention, every second
             matmul and the first residual sum of each block; blocks are repeated modules, found by their paths, and
@@ -127,7 +128,7 @@ class AutoParallelStrategy(SavingStrategy):
         self,
         mesh: dict[str, int] | str | None = None,
         plan: str | dict[str, Any] = "auto",
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         activation_checkpointing: str | CheckpointFunction = "none",
         compile: bool = True,
         max_captures: int = 8,

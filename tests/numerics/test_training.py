@@ -49,6 +49,7 @@ def _covering() -> list[Case]:
     for model, plan in (("llama3", "fsdp"), ("convnet", "ddp")):
         cases.append(Case(model=model, mesh=ONE, plan=plan, optimizer="sgd"))
     cases.append(Case(model="tied", mesh=TWO, plan="fsdp", reshard_after_forward=False))
+    cases.append(Case(model="llama3", mesh=TWO, plan="auto", reshard_after_forward=False))
     return cases
 
 

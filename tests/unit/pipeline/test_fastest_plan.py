@@ -72,3 +72,14 @@ def test_what_passes_use_of_the_room_is_not_what_a_plan_needs(before_bytes: floa
     forecast = Forecast(time_us=1.0, peak_bytes=10.0, lean_bytes=before_bytes)
     contender = Contender(answer=ANSWER, forecast=forecast, kept_bytes=1.0, needed_bytes=11.0)
     assert contender.lean_bytes == lean_bytes
+
+
+KEEPING = replace(ANSWER, spec=PlanSpec(base="fsdp", keeps_gathered=True))
+
+
+@pytest.mark.parametrize(("keeping_us", "is_taken"), [(96.0, True), (98.0, False)])
+def test_what_keeps_parameters_gathered_must_be_worth_the_memory(keeping_us: float, is_taken: bool) -> None:
+    lean, keeping = contender(100.0, 10.0), replace(contender(keeping_us, 20.0), answer=KEEPING)
+    assert fastest([lean, keeping], 30.0) is (keeping if is_taken else lean)
+    assert fastest([lean, keeping], 15.0) is lean
+    assert fastest([replace(lean, needed_bytes=40.0), keeping], 30.0) is keeping

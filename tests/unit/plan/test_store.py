@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_plan_comes_back_as_it_was(written):
     assert again == plan
     read = PlanSpec.parse(str(path))
     assert (read.base, read.rules, read.file) == (spec.base, spec.rules, str(path))
+
+
+def test_what_stays_gathered_is_written_too(written, tmp_path: Path):
+    spec, mesh, graph, plan, _ = written
+    path = tmp_path / "keeping.json"
+    path.write_text(json.dumps(plan_document(graph, replace(plan, keeps_gathered=True), spec, mesh)))
+    assert restore_plan(read_plan(path), graph, spec, mesh).keeps_gathered and not plan.keeps_gathered
+    assert PlanSpec.parse(str(path)).keeps_gathered
 
 
 def test_a_file_is_readable(written):

@@ -1,0 +1,77 @@
+"""What the solver finds for a step: the best plans where the backward gathers parameters again, and where they stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_autoparallel.config import AUTO
+from lightning_autoparallel.contracts import CapturedGraph
+from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.pipeline.fastest_plan import Answer
+from lightning_autoparallel.pipeline.staying import told_of_staying
+from lightning_autoparallel.plan import make_plans, plan_document
+
+if TYPE_CHECKING:
+    from lightning_autoparallel.pipeline.stages import StageContext
+
+_KEEPS = "plan auto: what is gathered for the forward stays so until the backward has read it"
+
+
+def solved(
+    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float, saved: Collection[str]
+) -> tuple[Answer, ...]:
+    """Its best, and others; then its best where all that is gathered stays so until the backward, if that is left open.
+
+    A plan for calls of modules gathers again: what one of them keeps would lie beside all that others do.
+
+    Raises:
+        InfeasiblePlanError: there is no room for any.
+    """
+    solve = partial(_answers, captured, context, costs, room_bytes, saved)
+    again = context.config.gathers_again()
+    answers = solve(gathered_again=again)
+    if context.config.reshard_after_forward == AUTO and not captured.local:
+        with contextlib.suppress(InfeasiblePlanError):  # there is no room for that
+            (kept,) = solve(gathered_again=False, with_others=False)
+            gathers = kept.stays_bytes != answers[0].stays_bytes  # else both are one
+            answers += (kept,) if gathers else ()
+    return answers
+
+
+def _answers(
+    captured: CapturedGraph,
+    context: StageContext,
+    costs: CostModel,
+    room_bytes: float,
+    saved: Collection[str],
+    gathered_again: bool,
+    with_others: bool = True,
+) -> tuple[Answer, ...]:
+    plans = make_plans(
+        captured,
+        context.found.asked(context.config.plan),
+        context.mesh,
+        context.warn,
+        costs=costs,
+        room_bytes=room_bytes,
+        explains=context.config.explain is not None,
+        saved=saved,
+        state=context.found.state,
+        gathered_again=gathered_again,
+        with_others=with_others,
+    )
+    answers = []
+    for plan in plans:
+        assert plan.found is not None
+        document = plan_document(captured, plan, plan.found, context.mesh)
+        unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
+        keeps = (_KEEPS,) if plan.keeps_gathered else ()
+        notes = (*plan.notes, *keeps, *told_of_staying(context.found.pins), *unknown)
+        answers.append(
+            Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
+        )
+    return tuple(answers)
