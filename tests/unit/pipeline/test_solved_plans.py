@@ -60,7 +60,7 @@ def test_what_fits_and_pays_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"memory_budget_gib": 1.25 * WEIGHTS_GIB}, {"reshard_after_forward": True}, {"plan": "fsdp"}],
+    [{"memory_budget_gib": 1.2 * WEIGHTS_GIB}, {"reshard_after_forward": True}, {"plan": "fsdp"}],
     ids=["no room", "as told", "another plan"],
 )
 def test_else_it_is_gathered_again(options: dict[str, Any]) -> None:
