@@ -145,8 +145,8 @@ class PlanRule:
 class PlanSpec:
     """A named plan and the rules on top of it; ``file`` is a plan file that holds the placements themselves.
 
-    Its plan ``recomputes`` what that policy of activation checkpointing says, if it says any, and ``keeps_gathered``
-    what it gathers until the backward, or not; where it was ``found``, nobody wrote its rules.
+    Its plan ``recomputes`` what that policy of activation checkpointing says, if it says any; where it was ``found``,
+    nobody wrote its rules.
 
     Raises:
         ConfigError: an unknown base, or a rule that cannot be read.
@@ -157,7 +157,6 @@ class PlanSpec:
     file: str | None = None
     recomputes: str | None = None
     found: bool = False
-    keeps_gathered: bool = False
 
     def __post_init__(self) -> None:
         check_plan(self.base)
@@ -188,8 +187,7 @@ class PlanSpec:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             parsed = cls.parse({"base": document["base"], "rules": document["rules"]})
             policy, found = document.get("activation_checkpointing"), bool(document.get("found"))
-            keeps = bool(document.get("keeps_gathered"))
-            return replace(parsed, file=path, recomputes=policy, found=found, keeps_gathered=keeps)
+            return replace(parsed, file=path, recomputes=policy, found=found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"plan file {path} cannot be read: {type(error).__name__}: {error}") from error
 

@@ -24,7 +24,7 @@ from lightning_autoparallel.cost import HardwareSpec
 # machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
 _ALIKE, _ALIKE_MEASURED = 1.005, 1.02
 _AS_LEAN = 1.01  # as are bytes: of those the faster one
-_KEEPING = 1.03  # as much longer may a step take that gathers again, in less memory
+KEEPING = 1.03  # as much longer may a step take that gathers again, in less memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,12 @@ def alike(hardware: HardwareSpec) -> float:
 
 def weight_of(answer: Answer) -> float:
     """What a plan's time is taken times: keeping what is gathered has to be worth the memory."""
-    return _KEEPING if answer.spec.keeps_gathered else 1.0
+    return KEEPING if keeps_gathered(answer) else 1.0
+
+
+def keeps_gathered(answer: Answer) -> bool:
+    """Whether what a plan gathers for the forward stays so until the backward."""
+    return bool(answer.document.get("keeps_gathered"))
 
 
 def alike_to_look_at(hardware: HardwareSpec) -> float:
@@ -114,7 +119,14 @@ def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float =
     known = [time for time in times if time is not None]
     if not fitting or len(known) < len(times):
         return fitting[0] if fitting else None
-    timed = [(each, time) for each, time in zip(fitting, known, strict=True) if time <= min(known) * alike]
+    leaner = [time for each, time in zip(fitting, known, strict=True) if not keeps_gathered(each.answer)]
+    most_us = min(known) * alike
+    most_keeping_us = min([most_us, *leaner])  # fewer launches are no reason to take the memory
+    timed = [
+        (each, time)
+        for each, time in zip(fitting, known, strict=True)
+        if time <= (most_keeping_us if keeps_gathered(each.answer) else most_us)
+    ]
     fewest = min(each.forecast.launches for each, _ in timed)
     timed = [(each, time) for each, time in timed if each.forecast.launches == fewest]
     leanest_bytes = min(each.needed_bytes for each, _ in timed)
@@ -126,8 +138,10 @@ def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str,
     if len(contenders) < 2 or taken.forecast.time_us is None:
         return ()
     times = [each.forecast.time_us for each in contenders]
+    keeps = any(keeps_gathered(each.answer) for each in contenders)
+    keeping = f" (counted {KEEPING} times where what is gathered stays so)" if keeps else ""
     texts = ", ".join("unknown" if time is None else f"{time / 1e3:.4g}" for time in times)
     return (
         f"plan auto: {len(contenders)} plans were taken through the passes, in the solver's order: {texts} ms a step "
-        f"with the optimizer; taken is that of {taken.forecast.time_us / 1e3:.4g} ms",
+        f"with the optimizer{keeping}; taken is that of {taken.forecast.time_us / 1e3:.4g} ms",
     )

@@ -306,7 +306,8 @@ def _kept_policy(captured: CapturedGraph, context: StageContext, costs: CostMode
 def _question(context: StageContext, costs: CostModel, policy: str | CheckpointFunction) -> Question:
     found, config = context.found, context.config
     asked, recomputing = found.asked(config.plan), config.activation_checkpointing
-    return Question.of(asked, context.mesh, costs, found.budget_bytes, policy, recomputing)
+    resharding = config.reshard_after_forward
+    return Question.of(asked, context.mesh, costs, found.budget_bytes, policy, recomputing, resharding)
 
 
 def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:

@@ -29,7 +29,7 @@ def policy_name(policy: str | CheckpointFunction) -> str:
 class Question:
     """What a plan was found for, beside the graph: another answer may be better where any of it is another.
 
-    ``policy`` is what it recomputes, ``recomputing`` what was asked for: ``auto`` leaves it open.
+    ``policy`` is what it recomputes, ``recomputing`` and ``resharding`` what was asked for: ``auto`` leaves both open.
     """
 
     asked: str
@@ -38,6 +38,7 @@ class Question:
     budget_bytes: float
     policy: str
     recomputing: str
+    resharding: str
 
     @classmethod
     def of(
@@ -48,6 +49,7 @@ class Question:
         budget_bytes: float,
         policy: str | CheckpointFunction,
         recomputing: str | CheckpointFunction,
+        resharding: bool | str,
     ) -> Question:
         """Everything as text, which files of every kind keep as it is."""
         return cls(
@@ -57,6 +59,7 @@ class Question:
             budget_bytes=budget_bytes,
             policy=policy_name(policy),
             recomputing=policy_name(recomputing),
+            resharding=str(resharding),
         )
 
 
@@ -77,7 +80,6 @@ def answer(held: Mapping[str, Any] | None, question: Question, captured: Capture
     document = json.loads(held["document"])
     if not is_of_graph(document, captured):
         return None
-    spec = PlanSpec.parse({"base": document["base"], "rules": document["rules"]})
-    spec = replace(spec, found=True, keeps_gathered=bool(document.get("keeps_gathered")))
+    spec = replace(PlanSpec.parse({"base": document["base"], "rules": document["rules"]}), found=True)
     note = "plan auto: as it was found before the checkpoint that this training goes on from"
     return Answer(spec=spec, document=document, notes=tuple(dict.fromkeys((*held["notes"], note))))

@@ -38,7 +38,7 @@ def solved(
         with contextlib.suppress(InfeasiblePlanError):  # there is no room for that
             (kept,) = solve(gathered_again=False, with_others=False)
             gathers = kept.stays_bytes != answers[0].stays_bytes  # else both are one
-            answers += (kept,) if gathers else ()
+            answers += (kept,) if gathers and kept.stays_bytes <= room_bytes else ()
     return answers
 
 

@@ -163,6 +163,8 @@ def finish_step(
     context.planned[captured.name, spec] += 1
     if artifacts.writes:
         recomputes = context.recomputing if isinstance(context.recomputing, str) else None  # a function is in no file
+        keeps = captured.has_backward and not context.config.gathers_again(written.keeps_gathered)
+        written = replace(written, keeps_gathered=keeps and not captured.local)
         document = plan_document(captured, written, spec, context.mesh, recomputes)
         # A training by the file begins as this one did, with the first capture.
         count = context.planned[captured.name, spec]

@@ -195,7 +195,6 @@ def _plan(
         for name, lying in found.axis.parameters.items():
             computed = {lying.computed, Replicate()}
             assert set(planning.parameters[name].compute) <= computed, f"rules that were found misplace {name}"
-    keeps_gathered = planning.spec.keeps_gathered if found is None else not planning.gathered_again
     return ShardingPlan(
         name=planning.spec.name,
         axes=planning.axes,
@@ -203,11 +202,11 @@ def _plan(
         parameters={name: placement.storage for name, placement in planning.parameters.items()},
         outputs=_output_placements(planning),
         joint_axes=joint_axes(planning.axes, planning.mesh),
-        found=None if found is None else replace(found.rules, keeps_gathered=keeps_gathered),
+        found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
         stays_bytes=math.inf if found is None else found.axis.stays_bytes,
         explain=partial(explain_found, found.explained) if found is not None and explains else None,
-        keeps_gathered=keeps_gathered and not planning.captured.local,
+        keeps_gathered=found is not None and not planning.gathered_again and not planning.captured.local,
     )
 
 

@@ -74,7 +74,7 @@ def test_what_passes_use_of_the_room_is_not_what_a_plan_needs(before_bytes: floa
     assert contender.lean_bytes == lean_bytes
 
 
-KEEPING = replace(ANSWER, spec=PlanSpec(base="fsdp", keeps_gathered=True))
+KEEPING = replace(ANSWER, document={"keeps_gathered": True})
 
 
 @pytest.mark.parametrize(("keeping_us", "is_taken"), [(96.0, True), (98.0, False)])
@@ -83,3 +83,5 @@ def test_what_keeps_parameters_gathered_must_be_worth_the_memory(keeping_us: flo
     assert fastest([lean, keeping], 30.0) is (keeping if is_taken else lean)
     assert fastest([lean, keeping], 15.0) is lean
     assert fastest([replace(lean, needed_bytes=40.0), keeping], 30.0) is keeping
+    fewer = replace(keeping, forecast=replace(keeping.forecast, launches=-1))
+    assert fastest([lean, fewer], 30.0) is (fewer if is_taken else lean)

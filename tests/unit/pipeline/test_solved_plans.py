@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_autoparallel import AutoParallelStrategy
-from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.strategy.planning import plan
@@ -52,10 +51,17 @@ def test_what_fits_and_pays_is_kept(tmp_path: Path) -> None:
     assert gathers(report, "forward") and not gathers(report, "backward")
     path = tmp_path / "training_step" / "plan.json"
     assert json.loads(path.read_text())["keeps_gathered"] is True
-    assert PlanSpec.parse(str(path)).keeps_gathered
     again = planned(plan=str(path))
     assert not gathers(again, "backward")
-    assert gathers(planned(plan=str(path), reshard_after_forward=True), "backward")
+    assert gathers(planned(plan=str(path), reshard_after_forward=True, dump_dir=str(tmp_path / "again")), "backward")
+    dumped = tmp_path / "again" / "training_step" / "plan.json"
+    assert json.loads(dumped.read_text())["keeps_gathered"] is False  # what was done
+
+
+def test_a_file_of_a_plan_that_was_told_to_keep_says_so(tmp_path: Path) -> None:
+    assert not gathers(planned(plan="fsdp", reshard_after_forward=False, dump_dir=str(tmp_path)), "backward")
+    again = planned(plan=str(tmp_path / "training_step" / "plan.json"))
+    assert gathers(again, "forward") and not gathers(again, "backward")
 
 
 @pytest.mark.parametrize(
