@@ -55,7 +55,7 @@ def said(report: PlanReport) -> list[str]:
 
 
 def test_where_memory_is_short_parameters_are_shared_out() -> None:
-    roomy, tight = found(80.0, rows=64), found(0.12, rows=64)
+    roomy, tight = (found(budget, rows=64, reshard_after_forward=True) for budget in (80.0, 0.12))
     assert roomy.training_peak_bytes is not None and tight.training_peak_bytes is not None
     assert tight.training_peak_bytes <= 0.12 * GIB < roomy.training_peak_bytes
 
@@ -93,7 +93,7 @@ def test_the_module_s_own_optimizer_counts() -> None:
         with torch.device("meta"):
             module = kind()
         mesh: dict[str, Any] = {"mesh": {"dp_shard": 8}, "plan": "auto", "world_size": 8, "hardware": "h100"}
-        report = plan(module, torch.zeros(64, 512), memory_budget_gib=0.19, **mesh)
+        report = plan(module, torch.zeros(64, 512), memory_budget_gib=0.19, reshard_after_forward=True, **mesh)
         assert report.training_peak_bytes is not None and report.training_peak_bytes <= 0.19 * GIB
         peaks.append(report.parameters_bytes)
     assert peaks[0] < peaks[1]
@@ -110,10 +110,11 @@ def test_as_little_is_recomputed_as_fits() -> None:
 
 def test_gradients_that_add_up_take_room() -> None:
     """Those of earlier micro-batches, a copy more: where memory was just enough for one, more is shared out."""
-    roomy = found(80.0, rows=64)
+    again: dict[str, Any] = {"rows": 64, "reshard_after_forward": True}
+    roomy = found(80.0, **again)
     assert roomy.training_peak_bytes is not None
     budget = roomy.training_peak_bytes * 1.01 / GIB
-    one, several = found(budget, rows=64), found(budget, rows=64, accumulate_grad_batches=4)
+    one, several = found(budget, **again), found(budget, **again, accumulate_grad_batches=4)
     assert one.parameters_bytes == roomy.parameters_bytes > several.parameters_bytes
     assert several.training_peak_bytes is not None and several.training_peak_bytes <= budget * GIB
     alike = [found(80.0, rows=64, plan="fsdp", accumulate_grad_batches=count) for count in (1, 4)]

@@ -15,7 +15,7 @@ from lightning_autoparallel.contracts import GraphInput, PlanAxis, PlanReport
 from lightning_autoparallel.cost.optimizer import ADAMW
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.lightning_compat import LightningModule
-from lightning_autoparallel.pipeline import found_plan
+from lightning_autoparallel.pipeline import found_plan, solved_plans
 from lightning_autoparallel.pipeline.rank_memory import may_be_spared_bytes
 from lightning_autoparallel.pipeline.recomputed_kinds import MOST_KINDS, Combination, Option, first_that_fits, most_read
 from lightning_autoparallel.strategy.planning import plan
@@ -192,7 +192,7 @@ def test_a_training_that_goes_on_recomputes_what_it_did(plans: list[Any], monkey
     def solved(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr(found_plan, "make_plans", solved)
+    monkeypatch.setattr(solved_plans, "make_plans", solved)
     after = found(1.0)
     assert "=" in policy_of(before) and policy_of(before) in "".join(after.notes)
     assert after.step_time_us == before.step_time_us and after.training_peak_bytes == before.training_peak_bytes
