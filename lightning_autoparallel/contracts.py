@@ -153,8 +153,8 @@ class ShardingPlan:
 
     ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
     ``found`` is the base and the rules that place parameters so, where no person wrote them, ``notes`` what is to be
-    said of how. ``explain`` says of a pattern why, for a plan that was to be explained. By the solver's reckoning
-    ``stays_bytes`` are on a rank through a step. What it ``keeps_gathered`` is not gathered again for the backward.
+    said of how. ``explain`` says of a pattern why, if that was asked for. By the solver's reckoning ``stays_bytes`` are
+    on a rank through a step. What it ``keeps_gathered`` is not gathered again for the backward.
     """
 
     name: str
