@@ -14,7 +14,7 @@ from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 def records_gradients(owner: nn.Module, arguments: Sequence[Any]) -> bool:
     """Whether autograd records a call of ``owner`` now: something that it is given or holds requires a gradient."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     tensors = (argument for argument in arguments if isinstance(argument, Tensor))
     return any(tensor.requires_grad for tensor in tensors) or any(p.requires_grad for p in owner.parameters())

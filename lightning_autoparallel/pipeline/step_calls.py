@@ -35,9 +35,10 @@ class StepCall:
     """A kind of step: ``run(batch, watcher)`` is the user's code, ``effects()`` a fresh recorder for one capture.
 
     A ``local`` one is a call of the submodule at ``path``, on ``(args, kwargs)`` of this rank's rows: the program is
-    this rank's alone but for parameters, whose gradients are averaged over the batch shards. It trains where
-    ``training`` says so and autograd records. ``rows`` are those of the batches that its loader gives, None if
-    unknown. The batch of a ``common`` one is the same on all ranks. What it keeps and returns may be ``seen_by_hooks``.
+    this rank's alone but for parameters, whose gradients are averaged over the batch shards. It has a backward where
+    ``training`` says so and autograd records, which an ``evaluating`` step may ask for, too. ``rows`` are those of the
+    batches that its loader gives, None if unknown. The batch of a ``common`` one is the same on all ranks. What it
+    keeps and returns may be ``seen_by_hooks``.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StepCall:
     rows: int | None = None
     common: bool = False
     seen_by_hooks: bool = False
+    evaluating: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

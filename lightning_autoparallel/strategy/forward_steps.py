@@ -101,7 +101,8 @@ class ForwardSteps:
             name=f"{self._step}:{path}",
             run=run,
             effects=self._effects,
-            training=self._step == "training_step",
+            training=True,  # where autograd records
+            evaluating=self._step != "training_step",
             local=True,
             path=path,
         )
