@@ -151,10 +151,9 @@ class Explanation:
 class ShardingPlan:
     """A placement for every node of one captured graph, and for every parameter its storage placement.
 
-    ``joint_axes`` are the flattened groups of several ``axes``, on which one collective does the work of several.
-    ``found`` is the base and the rules that place parameters so, where no person wrote them, ``notes`` what is to be
-    said of how. ``explain`` says of a pattern why, if that was asked for. By the solver's reckoning ``stays_bytes`` are
-    on a rank through a step. What it ``keeps_gathered`` is not gathered again for the backward.
+    ``joint_axes`` are flattened groups of several ``axes``, for one collective in place of several. ``found`` is base
+    and rules that place parameters so, if no person wrote them, with ``notes``; ``explain`` says of a pattern why. By
+    the solver's reckoning ``stays_bytes`` are on a rank. If it ``keeps_gathered``, the backward does not gather again.
     """
 
     name: str
