@@ -17,7 +17,7 @@ from lightning_autoparallel.contracts import CapturedGraph, PartitionedGraph, Sh
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import predict_step_memory
 from lightning_autoparallel.errors import UnsupportedOpError
-from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike_to_look_at, weight_of
+from lightning_autoparallel.pipeline.fastest_plan import Answer, Contender, Forecast, alike_to_look_at, fits, weight_of
 from lightning_autoparallel.pipeline.predict import forecast_of, step_update_us
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes
@@ -73,9 +73,6 @@ class Contest:
                 self._leave_out(one.place, f"{type(error).__name__}: {error}")
         return [self._through[place][1] for place in sorted(self._through)]
 
-    def _fits(self, contender: Contender) -> bool:
-        return contender.needed_bytes <= self._budget_bytes
-
     def _all_begun(self, candidates: Sequence[tuple[Answer, ShardingPlan]]) -> list[_Begun]:
         begun = []
         for place, (answer, plan) in enumerate(candidates):
@@ -99,7 +96,7 @@ class Contest:
 
     def _reason_against(self, one: _Begun) -> str | None:
         """Why a plan need not go further; None where it may be the fastest of those that fit."""
-        fitting = [(least_us, each) for least_us, each in self._through.values() if self._fits(each)]
+        fitting = [(least_us, each) for least_us, each in self._through.values() if fits(each, self._budget_bytes)]
         known = [(least_us, each) for least_us, each in fitting if each.forecast.time_us is not None]
         if not fitting or len(known) < len(fitting):
             return None

@@ -24,6 +24,7 @@ from lightning_autoparallel.cost import HardwareSpec
 # machine, whose samples differ from them by several percent; a datasheet's are for comparing plans of any machine.
 _ALIKE, _ALIKE_MEASURED = 1.005, 1.02
 _AS_LEAN = 1.01  # as are bytes: of those the faster one
+FOR_SPEED = 0.9  # of the budget may be used by what needs no memory but is faster by it: predictions are not exact
 KEEPING = 1.03  # as much longer may a step take that gathers again, in less memory
 
 
@@ -97,6 +98,11 @@ def alike(hardware: HardwareSpec) -> float:
     return _ALIKE if hardware.optimizer_gb_per_s is None else _ALIKE_MEASURED
 
 
+def fits(contender: Contender, budget_bytes: float) -> bool:
+    """Whether a rank has room for it, and some to spare where it could do with less."""
+    return contender.needed_bytes <= budget_bytes * (FOR_SPEED if keeps_gathered(contender.answer) else 1.0)
+
+
 def weight_of(answer: Answer) -> float:
     """What a plan's time is taken times: keeping what is gathered has to be worth the memory."""
     return KEEPING if keeps_gathered(answer) else 1.0
@@ -114,7 +120,8 @@ def alike_to_look_at(hardware: HardwareSpec) -> float:
 
 def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float = _ALIKE) -> Contender | None:
     """The fastest of those that fit, the first of them where a time is unknown; None where none fits."""
-    fitting = [each for each in contenders if each.needed_bytes <= budget_bytes]
+    within = [each for each in contenders if each.needed_bytes <= budget_bytes]
+    fitting = [each for each in within if fits(each, budget_bytes)] or within
     times = [each.weighed_us for each in fitting]
     known = [time for time in times if time is not None]
     if not fitting or len(known) < len(times):

@@ -12,13 +12,13 @@ from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import EXTRA_BYTES
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.fastest_plan import FOR_SPEED
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.found_plan import FoundPlan
 
 _USABLE = 0.9  # of a device's memory
-_FOR_PASSES = 0.9  # of the budget
 _ROUND_BYTES = 2**28  # equal machines keep a little more or less for themselves, and plans are kept for a budget
 
 
@@ -52,4 +52,4 @@ def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan
     if captured.local or not captured.has_backward or plan.found is None or math.isinf(found.budget_bytes):
         return None
     usable = (found.budget_bytes - found.missing_bytes) / (1 + (hardware.reserved_share or 0.0))
-    return max(int(_FOR_PASSES * usable - kept_bytes(captured, plan, found.state)) - 2 * EXTRA_BYTES, 0)
+    return max(int(FOR_SPEED * usable - kept_bytes(captured, plan, found.state)) - 2 * EXTRA_BYTES, 0)
