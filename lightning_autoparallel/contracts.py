@@ -151,9 +151,8 @@ class Explanation:
 class ShardingPlan:
     """A placement for every node of one captured graph, and for every parameter its storage placement.
 
-    ``joint_axes`` are flattened groups of several ``axes``, for one collective in place of several. ``found`` is base
-    and rules that place parameters so, if no person wrote them, with ``notes``; ``explain`` says of a pattern why. By
-    the solver's reckoning ``stays_bytes`` are on a rank. If it ``keeps_gathered``, the backward does not gather again.
+    ``joint_axes`` are flattened groups of several. ``found`` is base and rules that place parameters so, if no person
+    wrote them. By the solver ``stays_bytes`` are on a rank, and ``exposed_share`` of the step sends what nothing hides.
     """
 
     name: str
@@ -166,6 +165,7 @@ class ShardingPlan:
     notes: tuple[str, ...] = ()
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
+    exposed_share: float = 1.0
     keeps_gathered: bool = False
 
 

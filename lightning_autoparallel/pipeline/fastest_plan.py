@@ -32,7 +32,8 @@ KEEPING = 1.03  # as much longer may a step take that gathers again, in less mem
 class Answer:
     """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it.
 
-    ``stays_bytes`` are on a rank through a step, by the solver's reckoning; infinite where no solver has looked at it.
+    By the solver's reckoning ``stays_bytes`` are on a rank through a step, and ``exposed_share`` of it sends parameters
+    that nothing hides; infinite, and all of it, where no solver has looked.
     """
 
     spec: PlanSpec
@@ -40,6 +41,7 @@ class Answer:
     notes: tuple[str, ...]
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
+    exposed_share: float = 1.0
 
     def to_tell(self) -> Answer:
         """What other ranks are told."""

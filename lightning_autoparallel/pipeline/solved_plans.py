@@ -11,7 +11,7 @@ from lightning_autoparallel.config import AUTO
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import InfeasiblePlanError
-from lightning_autoparallel.pipeline.fastest_plan import Answer
+from lightning_autoparallel.pipeline.fastest_plan import KEEPING, Answer
 from lightning_autoparallel.pipeline.staying import told_of_staying
 from lightning_autoparallel.plan import make_plans, plan_document
 
@@ -26,7 +26,8 @@ def solved(
 ) -> tuple[Answer, ...]:
     """Its best, and others; then its best where all that is gathered stays so until the backward, if that is left open.
 
-    A plan for calls of modules gathers again: what one of them keeps would lie beside all that others do.
+    The latter is asked only where more is exposed than that has to be worth. A plan for calls of modules
+    gathers again: what one of them keeps would lie beside all that others do.
 
     Raises:
         InfeasiblePlanError: there is no room for any.
@@ -34,7 +35,8 @@ def solved(
     solve = partial(_answers, captured, context, costs, room_bytes, saved)
     again = context.config.gathers_again()
     answers = solve(gathered_again=again)
-    if context.config.reshard_after_forward == AUTO and not captured.local:
+    may_pay = answers[0].exposed_share > 1 - 1 / KEEPING
+    if context.config.reshard_after_forward == AUTO and not captured.local and may_pay:
         with contextlib.suppress(InfeasiblePlanError):  # there is no room for that
             (kept,) = solve(gathered_again=False, with_others=False)
             gathers = kept.stays_bytes != answers[0].stays_bytes  # else both are one
@@ -72,6 +74,13 @@ def _answers(
         keeps = (_KEEPS,) if plan.keeps_gathered else ()
         notes = (*plan.notes, *keeps, *told_of_staying(context.found.pins), *unknown)
         answers.append(
-            Answer(spec=plan.found, document=document, notes=notes, explain=plan.explain, stays_bytes=plan.stays_bytes)
+            Answer(
+                spec=plan.found,
+                document=document,
+                notes=notes,
+                explain=plan.explain,
+                stays_bytes=plan.stays_bytes,
+                exposed_share=plan.exposed_share,
+            )
         )
     return tuple(answers)

@@ -55,6 +55,7 @@ class FoundAxis:
     note: str
     search: Search
     stays_bytes: float
+    exposed_share: float
 
 
 def find_axis(
@@ -92,6 +93,7 @@ def find_axis(
             parameters=choices.lying(taken),
             note=note,
             stays_bytes=stays_bytes(all_choices, taken),
+            exposed_share=_exposed_share(all_choices, taken),
             search=Search(
                 choices=choices,
                 problem=all_choices,
@@ -101,6 +103,13 @@ def find_axis(
         )
         for taken in (best, *others)
     )
+
+
+def _exposed_share(problem: Problem, taken: Sequence[int]) -> float:
+    """Of the time, what is sent of parameters that nothing hides."""
+    moved = [value.time_us(taken) for value in problem.values]
+    time_us = problem.time_us(taken)
+    return sum(overlap.time_us(taken, moved) for overlap in problem.overlaps) / time_us if time_us else 0.0
 
 
 def first_spec(spec: PlanSpec, mesh: ParallelMesh) -> PlanSpec:

@@ -205,6 +205,7 @@ def _plan(
         found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
         stays_bytes=math.inf if found is None else found.axis.stays_bytes,
+        exposed_share=1.0 if found is None else found.axis.exposed_share,
         explain=partial(explain_found, found.explained) if found is not None and explains else None,
         keeps_gathered=found is not None and not planning.gathered_again and not planning.captured.local,
     )
