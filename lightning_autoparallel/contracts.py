@@ -151,8 +151,8 @@ class Explanation:
 class ShardingPlan:
     """A placement for every node of one captured graph, and for every parameter its storage placement.
 
-    ``joint_axes`` are flattened groups of several. ``found`` is base and rules that place parameters so, if no person
-    wrote them. By the solver ``stays_bytes`` are on a rank, and ``exposed_share`` of the step sends what nothing hides.
+    ``joint_axes`` are groups of several. ``found`` is base and rules where no person wrote them, ``notes`` say how,
+    ``explain`` why. The solver reckons ``stays_bytes`` on a rank, and ``exposed_share`` of the step to send parameters.
     """
 
     name: str
@@ -166,7 +166,7 @@ class ShardingPlan:
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
     exposed_share: float = 1.0
-    keeps_gathered: bool = False
+    keeps_gathered: bool = False  # what is gathered stays so until the backward
 
 
 @dataclass(frozen=True, kw_only=True)

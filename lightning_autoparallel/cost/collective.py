@@ -5,8 +5,8 @@ m-1 of them between nodes (twice that for an all-reduce); a ring that spans node
 adapters of its ranks there, so that its bandwidth is the smaller of one rank's link inside and of those adapters
 together. Moved bytes are those of Thakur, Rabenseifner, Gropp 2005 ("Optimization of Collective Communication
 Operations in MPICH", sec. 4), which are also those of nccl-tests' bus bandwidth (NVIDIA/nccl-tests
-doc/PERFORMANCE.md). Reductions in switches (SHARP) are not counted on. What runs at once
-over one link shares it: ``traffic.py``.
+doc/PERFORMANCE.md). Reductions in switches (SHARP) are not counted on. What runs at once over one link shares it:
+``traffic.py``.
 """
 
 from __future__ import annotations

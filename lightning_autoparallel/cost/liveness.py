@@ -8,7 +8,7 @@ and so skips some of the values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -51,6 +51,9 @@ class Surroundings:
     outside: Sequence[MemoryShare] = ()
     elsewhere_bytes: int = 0
     room_bytes: int = 0
+
+
+SurroundingsOf = Callable[[fx.Graph], Surroundings]
 
 
 def predict_memory(

@@ -3,9 +3,9 @@
 Calls are started in the graph's order. A collective starts once everything before it on the compute stream is done
 (its process group's stream waits for the compute stream as it is started, as torch's does) and its group is free; a
 wait holds the compute stream until the collective is done. Groups whose bytes go over the same link at once share it
-(``traffic.py``). Where processors or bandwidth are shared, both lose beside
-each other: while something computes, collectives go on at the hardware's ``overlap_pace``, and what one takes from
-computing is ``overlap_share`` of the time that it takes alone.
+(``traffic.py``). Where processors or bandwidth are shared, computing and collectives lose beside each other, too: while
+something computes, collectives go on at the hardware's ``overlap_pace``, and what one takes from computing is
+``overlap_share`` of the time that it takes alone.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from functools import partial
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost.liveness import SurroundingsOf
 from lightning_autoparallel.fx.added_calls import FakeResults
 from lightning_autoparallel.passes.decompose import DecomposeOptions, feeds_products, read_gather, write_gather
-from lightning_autoparallel.passes.decompose.selection import Decomposition, Preview, SurroundingsOf, decompose
+from lightning_autoparallel.passes.decompose.selection import Decomposition, Preview, decompose
 
 
 def decompose_gather_matmul(

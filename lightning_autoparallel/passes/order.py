@@ -9,7 +9,7 @@ from torch import fx
 
 from lightning_autoparallel.contracts import GraphInput, GraphOutput
 from lightning_autoparallel.cost import CostModel, Timeline
-from lightning_autoparallel.cost.liveness import Surroundings
+from lightning_autoparallel.cost.liveness import Surroundings, SurroundingsOf
 from lightning_autoparallel.passes.bucket_collectives import bucket_collectives
 from lightning_autoparallel.passes.bucketing import BucketLimit
 from lightning_autoparallel.passes.cap_compute_runs import cap_compute_runs
@@ -26,7 +26,7 @@ from lightning_autoparallel.passes.loss_head import ChunkOptions
 from lightning_autoparallel.passes.merge_identical_collectives import merge_identical_collectives
 from lightning_autoparallel.passes.prefetch_gathers import prefetch_gathers
 from lightning_autoparallel.passes.runner import GraphPass
-from lightning_autoparallel.passes.schedule_overlap import SurroundingsOf, schedule_overlap
+from lightning_autoparallel.passes.schedule_overlap import schedule_overlap
 from lightning_autoparallel.passes.scheduling import KnownOrders
 from lightning_autoparallel.passes.sink_waits import sink_waits
 from lightning_autoparallel.passes.tag_collectives import tag_collectives

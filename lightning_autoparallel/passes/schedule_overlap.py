@@ -14,7 +14,7 @@ from functools import partial
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.liveness import MemoryTimeline, Surroundings, predict_memory
+from lightning_autoparallel.cost.liveness import MemoryTimeline, Surroundings, SurroundingsOf, predict_memory
 from lightning_autoparallel.cost.storage import resolve_storages
 from lightning_autoparallel.cost.timeline import Timeline
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
@@ -25,7 +25,6 @@ from lightning_autoparallel.passes.scheduling.known import KnownOrders, structur
 from lightning_autoparallel.passes.scheduling.live import EXTRA_BYTES, LiveBytes
 from lightning_autoparallel.passes.scheduling.runs import note_runs
 
-SurroundingsOf = Callable[[fx.Graph], Surroundings]
 _LEAST_GAIN = 1e-3  # of the predicted time: less is noise
 _MUCH_EXPOSED, _WORTH_MEMORY = 0.05, 0.01  # of the predicted time: what more memory is tried for, and has to gain
 _KEPT = "order kept"

@@ -97,13 +97,14 @@ class Contest:
     def _reason_against(self, one: _Begun) -> str | None:
         """Why a plan need not go further; None where it may be the fastest of those that fit."""
         fitting = [(least_us, each) for least_us, each in self._through.values() if fits(each, self._budget_bytes)]
-        known = [(least_us, each) for least_us, each in fitting if each.forecast.time_us is not None]
+        times = [(least_us, each.forecast.time_us, each.weighed_us) for least_us, each in fitting]
+        known = [(least, time, weighed) for least, time, weighed in times if time is not None and weighed is not None]
         if not fitting or len(known) < len(fitting):
             return None
-        nearest = min((each.forecast.time_us or 0.0) / least_us if least_us else 1.0 for least_us, each in known)
+        nearest = min(time / least_us if least_us else 1.0 for least_us, time, _ in known)
         above = min(max(nearest - 1, 0.0), _MOST_ABOVE)
-        expected_us = one.least_us * (1 + above * _NEARER) * weight_of(one.answer)
-        if expected_us > min(each.weighed_us or 0.0 for _, each in known) * alike_to_look_at(self._costs.hardware):
+        expected_us = one.least_us * (1 + above * _NEARER) * weight_of(one.answer.document)
+        if expected_us > min(weighed for _, _, weighed in known) * alike_to_look_at(self._costs.hardware):
             return f"it takes hardly less than {one.least_us / 1e3:.4g} ms a step"
         return None
 

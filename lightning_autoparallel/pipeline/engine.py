@@ -318,7 +318,7 @@ class StepEngine:
 
     def _waiting(self, call: StepCall) -> dict[str, UnreducedLayout]:
         """Parameters whose gradients the call leaves unreduced."""
-        return self.deferred.waiting() if call.training and not call.evaluating else {}
+        return self.deferred.waiting() if call.trains else {}
 
     def forget(self, name: str) -> None:
         """Let go of all that was captured of a step, by whatever dataloader."""
@@ -374,7 +374,7 @@ class StepEngine:
         with errors_of_the_step(), generators_kept([]):
             step = build_step(request, context_of(self.context, call), waiting := self._waiting(call))
         self._captures[call.name] = self._captures.get(call.name, 0) + counts  # those that failed are none
-        if self.deferred.active and call.training and not call.evaluating:
+        if self.deferred.active and call.trains:
             step = replace(step, report=replace(step.report, notes=(*step.report.notes, self.deferred.note())))
         self.reports[call.name] = step.report
         state = request.state

@@ -87,7 +87,7 @@ class Contender:
     @property
     def weighed_us(self) -> float | None:
         """Its time beside that of others."""
-        return None if self.forecast.time_us is None else self.forecast.time_us * weight_of(self.answer)
+        return None if self.forecast.time_us is None else self.forecast.time_us * weight_of(self.answer.document)
 
     @property
     def lean_bytes(self) -> float:
@@ -102,17 +102,17 @@ def alike(hardware: HardwareSpec) -> float:
 
 def fits(contender: Contender, budget_bytes: float) -> bool:
     """Whether a rank has room for it, and some to spare where it could do with less."""
-    return contender.needed_bytes <= budget_bytes * (FOR_SPEED if keeps_gathered(contender.answer) else 1.0)
+    return contender.needed_bytes <= budget_bytes * (FOR_SPEED if keeps_gathered(contender.answer.document) else 1.0)
 
 
-def weight_of(answer: Answer) -> float:
-    """What a plan's time is taken times: keeping what is gathered has to be worth the memory."""
-    return KEEPING if keeps_gathered(answer) else 1.0
+def weight_of(document: Mapping[str, Any]) -> float:
+    """What the time of a document's plan is taken times: keeping what is gathered has to be worth the memory."""
+    return KEEPING if keeps_gathered(document) else 1.0
 
 
-def keeps_gathered(answer: Answer) -> bool:
-    """Whether what a plan gathers for the forward stays so until the backward."""
-    return bool(answer.document.get("keeps_gathered"))
+def keeps_gathered(document: Mapping[str, Any]) -> bool:
+    """Whether what its plan gathers for the forward stays so until the backward."""
+    return bool(document.get("keeps_gathered"))
 
 
 def alike_to_look_at(hardware: HardwareSpec) -> float:
@@ -128,13 +128,13 @@ def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float =
     known = [time for time in times if time is not None]
     if not fitting or len(known) < len(times):
         return fitting[0] if fitting else None
-    leaner = [time for each, time in zip(fitting, known, strict=True) if not keeps_gathered(each.answer)]
+    leaner = [time for each, time in zip(fitting, known, strict=True) if not keeps_gathered(each.answer.document)]
     most_us = min(known) * alike
     most_keeping_us = min([most_us, *leaner])  # fewer launches are no reason to take the memory
     timed = [
         (each, time)
         for each, time in zip(fitting, known, strict=True)
-        if time <= (most_keeping_us if keeps_gathered(each.answer) else most_us)
+        if time <= (most_keeping_us if keeps_gathered(each.answer.document) else most_us)
     ]
     fewest = min(each.forecast.launches for each, _ in timed)
     timed = [(each, time) for each, time in timed if each.forecast.launches == fewest]
@@ -147,7 +147,7 @@ def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str,
     if len(contenders) < 2 or taken.forecast.time_us is None:
         return ()
     times = [each.forecast.time_us for each in contenders]
-    keeps = any(keeps_gathered(each.answer) for each in contenders)
+    keeps = any(keeps_gathered(each.answer.document) for each in contenders)
     keeping = f" (counted {KEEPING} times where what is gathered stays so)" if keeps else ""
     texts = ", ".join("unknown" if time is None else f"{time / 1e3:.4g}" for time in times)
     return (

@@ -104,7 +104,7 @@ class FoundPlan:
 
     def note(self, call: StepCall, captured: CapturedGraph) -> None:
         """A captured call runs; those of modules are kept until the plan is found."""
-        if self.is_open and call.local and call.training and not call.evaluating:
+        if self.is_open and call.local and call.trains:
             self.calls.add(captured)
 
     def take_held(self, request: StepRequest) -> HeldStep | None:

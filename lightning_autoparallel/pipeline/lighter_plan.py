@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.compile import partition_graph, saved_values
-from lightning_autoparallel.config import AUTO
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.memory import predict_step_memory
 from lightning_autoparallel.errors import AutoParallelError
-from lightning_autoparallel.pipeline.fastest_plan import KEEPING, RewrittenStep
+from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep, weight_of
 from lightning_autoparallel.pipeline.rank_memory import may_be_spared_bytes
 from lightning_autoparallel.pipeline.recomputed_kinds import combinations, first_that_fits
 from lightning_autoparallel.torch_compat.tracing import collection_paused
@@ -82,27 +81,22 @@ def _that_should_fit(
     found, known, refused = context.found, CHECKPOINTING[place], CHECKPOINTING[: place + 1]
     plan = found.plan_of(captured, context.config.plan, context.mesh)
     assert plan is not None
-    own, earlier = context.config.gathers_again(plan.keeps_gathered), context.earlier_gradients(captured)
-    ways = (own, True) if context.config.reshard_after_forward == AUTO and not own else (own,)
+    again, earlier = context.config.gathers_again(plan.keeps_gathered), context.earlier_gradients(captured)
     sharded = lower_graph(captured, plan, context.mesh.ordered_axis)
 
     @cache
-    def peak_with(policy: str, again: bool) -> float:
+    def peak_with(policy: str) -> float:
         partitioned = partition_graph(sharded, again, policy)
         return predict_step_memory(replace(partitioned, earlier_gradients=earlier)).peak_bytes
 
     room_bytes = budget_bytes / (1 + (costs.hardware.reserved_share or 0.0)) - found.predicted_bytes
     spared_bytes = may_be_spared_bytes(captured, plan, found.state, context.mesh.device_mesh.size())
-    ordered = combinations(captured, plan, costs, CHECKPOINTING, known, partial(saved_values, captured, own))
-    most_bytes = peak_with(known, own) + room_bytes
-    fitting = [
-        first_that_fits(ordered, partial(peak_with, again=again), most, refused)
-        for again in ways
-        for most in (most_bytes + spared_bytes, most_bytes)
-    ]
+    ordered = combinations(captured, plan, costs, CHECKPOINTING, known, partial(saved_values, captured, again))
+    most_bytes = peak_with(known) + room_bytes
+    fitting = [first_that_fits(ordered, peak_with, most, refused) for most in (most_bytes + spared_bytes, most_bytes)]
     return tuple(dict.fromkeys(policy for policy in fitting if policy is not None))
 
 
 def _weighed_us(found: Mapping[str, Any]) -> float:
     """What the plan that was found takes beside others."""
-    return float(found["predicted_us"]) * (KEEPING if found["document"].get("keeps_gathered") else 1.0)
+    return float(found["predicted_us"]) * weight_of(found["document"])

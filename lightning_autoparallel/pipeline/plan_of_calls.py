@@ -103,6 +103,6 @@ def _bytes_of(engine: StepEngine, unread: Mapping[str, ParameterLayout], state: 
 
 def context_of(context: StageContext, call: StepCall) -> StageContext:
     """Where a call is made into a step: what is let go of after the first step, for the plan, is not compiled."""
-    if not (call.local and call.training and context.found.is_awaited(context)):
+    if not (call.local and call.trains and context.found.is_awaited(context)):
         return context
     return replace(context, config=replace(context.config, compile=False))

@@ -26,8 +26,8 @@ def solved(
 ) -> tuple[Answer, ...]:
     """Its best, and others; then its best where all that is gathered stays so until the backward, if that is left open.
 
-    The latter is asked only where more is exposed than that has to be worth. A plan for calls of modules
-    gathers again: what one of them keeps would lie beside all that others do.
+    The latter is asked only where more is exposed than that has to be worth. A plan for calls of modules gathers again:
+    what one of them keeps would lie beside all that others do.
 
     Raises:
         InfeasiblePlanError: there is no room for any.

@@ -53,6 +53,11 @@ class StepCall:
     seen_by_hooks: bool = False
     evaluating: bool = False
 
+    @property
+    def trains(self) -> bool:
+        """Whether its gradients are for the optimizer."""
+        return self.training and not self.evaluating
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:

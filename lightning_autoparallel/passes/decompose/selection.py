@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lightning_autoparallel.cost import CostModel, Timeline
-from lightning_autoparallel.cost.liveness import Surroundings
+from lightning_autoparallel.cost.liveness import SurroundingsOf
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.decompose.gate import Times, times_of, too_small
@@ -30,7 +30,6 @@ Found = Gather | Scatter
 # The timeline of the second graph, which is the first or a rewritten copy of it, as it will be once the passes behind
 # have run. The first does not change; a copy is of no use afterwards.
 Preview = Callable[[fx.Graph, fx.Graph], Timeline]
-SurroundingsOf = Callable[[fx.Graph], Surroundings]
 
 _OF_PARAMETERS = "a parameter's gather may start early, and its gradient's reduction end late"
 _LEAST_GAIN = 1e-3  # of the predicted time: less is noise
@@ -44,6 +43,15 @@ class Decomposition:
     is_candidate: Callable[[fx.Node], bool]
     read: Callable[[fx.Node], Any]
     write: Callable[[Any, DecomposeOptions], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A collective that may be decomposed, what was read of it, and what it takes both ways."""
+
+    node: fx.Node
+    found: Found
+    times: Times
 
 
 def decompose(
@@ -122,15 +130,15 @@ class _Chooser:
         possible = list(self._large_enough(candidates))
         # Whatever is exposed of it, a collective takes no longer than it takes.
         hopeful = [
-            (node, times)
-            for node, times in possible
-            if self._passes(node, times, self._costs.collective_time_us(node), "were all of it exposed: ")
+            one
+            for one in possible
+            if self._passes(one.node, one.times, self._costs.collective_time_us(one.node), "were all of it exposed: ")
         ]
         hopeful = self._with_room(graph, hopeful)
         if not hopeful:
             return self._notes()
         before = self._preview(graph, graph)
-        passing = [node for node, times in hopeful if self._is_worth_it(node, times, before)]
+        passing = [one.node for one in hopeful if self._is_worth_it(one.node, one.times, before)]
         if not passing:
             return self._notes()
         tried = _copied(graph)
@@ -148,7 +156,7 @@ class _Chooser:
         self._write(graph, passing)
         return notes
 
-    def _large_enough(self, candidates: list[fx.Node]) -> Iterable[tuple[fx.Node, Times]]:
+    def _large_enough(self, candidates: list[fx.Node]) -> Iterable[_Candidate]:
         assert self._costs is not None
         for node in candidates:
             found = self._read(node)
@@ -156,24 +164,20 @@ class _Chooser:
                 continue
             small = too_small(found, self._costs)
             if small is None:
-                yield node, times_of(found, self._options, self._costs)
+                yield _Candidate(node=node, found=found, times=times_of(found, self._options, self._costs))
             else:
                 self._say(node, f"whole: {small}")
 
-    def _with_room(self, graph: fx.Graph, hopeful: list[tuple[fx.Node, Times]]) -> list[tuple[fx.Node, Times]]:
+    def _with_room(self, graph: fx.Graph, hopeful: list[_Candidate]) -> list[_Candidate]:
         """Those for whose parts there is room, where it is known what is around the graph."""
         if self._surroundings is None or not hopeful:
             return hopeful
         room = Room(graph, self._surroundings(graph))
-        found = []
-        for node, times in hopeful:
-            read = self._way.read(node)
-            refusal = room.refusal(read) if isinstance(read, Gather) else None
-            if refusal is None:
-                found.append((node, times))
-            else:
-                self._say(node, f"whole: {refusal}")
-        return found
+        refusals = [room.refusal(one.found) if isinstance(one.found, Gather) else None for one in hopeful]
+        for one, refusal in zip(hopeful, refusals, strict=True):
+            if refusal is not None:
+                self._say(one.node, f"whole: {refusal}")
+        return [one for one, refusal in zip(hopeful, refusals, strict=True) if refusal is None]
 
     def _is_worth_it(self, node: fx.Node, times: Times, before: Timeline) -> bool:
         if node.name not in before.spans:

@@ -15,7 +15,7 @@ from lightning_autoparallel.contracts import GraphInput, PlanAxis, PlanReport
 from lightning_autoparallel.cost.optimizer import ADAMW
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.lightning_compat import LightningModule
-from lightning_autoparallel.pipeline import found_plan, solved_plans
+from lightning_autoparallel.pipeline import found_plan, lighter_plan, solved_plans
 from lightning_autoparallel.pipeline.rank_memory import may_be_spared_bytes
 from lightning_autoparallel.pipeline.recomputed_kinds import MOST_KINDS, Combination, Option, first_that_fits, most_read
 from lightning_autoparallel.strategy.planning import plan
@@ -210,3 +210,21 @@ def test_what_a_checkpoint_was_told_to_recompute_binds_no_training_that_leaves_i
 
 def test_where_nothing_is_recomputed_no_kind_is() -> None:
     assert policy_of(found(80.0)) == "none"
+
+
+@pytest.mark.parametrize(("keeps", "is_taken"), [(True, True), (False, False)])
+def test_what_gathers_again_may_take_a_little_longer(
+    keeps: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than one that keeps parameters gathered, and recomputes more: as where the policy is the same."""
+    monkeypatch.setattr(lighter_plan, "_policies", lambda *arguments: ("none",))
+    found = SimpleNamespace(predicted_us=100.0, document={"keeps_gathered": keeps})
+    context: Any = SimpleNamespace(found=found)
+
+    def within(policy: str) -> Any:
+        found.predicted_us, found.document = 102.0, {}
+        return "another"
+
+    kept: Any = "step"
+    step = lighter_plan.find_lighter(None, context, None, 1, kept, within, 1.0)  # type: ignore[arg-type]
+    assert (step, found.predicted_us) == (("another", 102.0) if is_taken else ("step", 100.0))

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_autoparallel import AutoParallelStrategy
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import LightningModule
+from lightning_autoparallel.pipeline import solved_plans
 from lightning_autoparallel.strategy.planning import plan
 
 WIDTH, BLOCKS, RANKS = 2048, 8, 16  # on two nodes
@@ -34,10 +35,11 @@ class Blocks(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def planned(**options: Any) -> Any:
+def planned(rows: int = 1, **options: Any) -> Any:
+    """With so many rows on each rank."""
     with torch.device("meta"):
         module = Blocks()
-    batch, mesh = torch.zeros(RANKS, WIDTH), {"dp_shard": RANKS}
+    batch, mesh = torch.zeros(RANKS * rows, WIDTH), {"dp_shard": RANKS}
     return plan(module, batch, mesh=mesh, world_size=RANKS, hardware="h100", precision="bf16-mixed", **options)
 
 
@@ -73,6 +75,22 @@ def test_else_it_is_gathered_again(options: dict[str, Any]) -> None:
     report = planned(**options)
     assert KEEPS not in report.notes
     assert gathers(report, "forward") and gathers(report, "backward")
+
+
+@pytest.mark.parametrize(("rows", "solved"), [(1, [True, False]), (2**14, [True])])
+def test_it_is_looked_for_where_something_is_exposed(
+    rows: int, solved: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[bool] = []
+    make_plans = solved_plans.make_plans
+
+    def made(*arguments: Any, gathered_again: bool, **options: Any) -> Any:
+        again.append(gathered_again)
+        return make_plans(*arguments, gathered_again=gathered_again, **options)
+
+    monkeypatch.setattr(solved_plans, "make_plans", made)
+    planned(rows)
+    assert again == solved
 
 
 def test_other_words_are_refused() -> None:
