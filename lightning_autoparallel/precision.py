@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
-_OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients")
+_OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients", "_begin_update")
 SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
@@ -43,6 +43,7 @@ class ShardedPrecision(Precision):
     skips_backward: Callable[[], bool] = staticmethod(lambda: False)
     around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     reduce_gradients: Callable[..., None] = staticmethod(lambda within_window=False: None)
+    _begin_update: Callable[[Optimizer], None] = staticmethod(lambda optimizer: None)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no running strategy."""
@@ -62,6 +63,18 @@ class ShardedPrecision(Precision):
         """Hooks may look at gradients, and change them, as on one device."""
         with ShardedUpdates():
             super()._after_closure(model, optimizer)
+        self._begin_update(optimizer)
+
+    @contextlib.contextmanager
+    def updating(self, around: Callable[[Optimizer], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        """Around an optimizer's step: from where closure, hooks and clipping are done, ``around`` is entered."""
+        before = self._begin_update  # of an optimizer one of whose hooks steps this one
+        with contextlib.ExitStack() as update:
+            self._begin_update = lambda optimizer: update.enter_context(around(optimizer))
+            try:
+                yield
+            finally:
+                self._begin_update = before
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """The same of what follows a backward."""

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_autoparallel.pipeline.fused_updates import lay_out_for_fused
+from lightning_autoparallel.pipeline.updates_of_parts import updates_of_parts
 from lightning_autoparallel.torch_compat.autograd import has_step_hooks
+from lightning_autoparallel.torch_compat.dtensors import part_of
 
 # Those that give the same bits both ways in 32 and 64 bits; ASGD, NAdam and RAdam round otherwise, as 16 bits do.
 _SAME_BITS = {
@@ -30,9 +32,12 @@ _MOST_BYTES = 2**28
 
 @contextlib.contextmanager
 def updating(optimizer: Optimizer) -> Iterator[None]:
-    """Around an update, when gradients are there: they lie as the optimizer reads them, and it takes all at once."""
+    """Around an update, when gradients are what they are to be: they lie as the optimizer reads them.
+
+    It takes all at once, and as plain tensors.
+    """
     lay_out_for_fused(optimizer)
-    with updates_at_once(optimizer):
+    with updates_at_once(optimizer), updates_of_parts(optimizer):
         yield
 
 
@@ -72,4 +77,4 @@ def _are_few_shards(parameters: list[Tensor]) -> bool:
         return False
     if any(shard.dtype not in _WIDE for shard in shards):
         return False
-    return sum(shard.to_local().nbytes for shard in shards[: len(parameters)]) <= _MOST_BYTES
+    return sum(part_of(shard).nbytes for shard in shards[: len(parameters)]) <= _MOST_BYTES

@@ -414,10 +414,10 @@ class AutoParallelStrategy(SavingStrategy):
             with updates.left() if updates else nullcontext():
                 loss = resumed()
             steps.reduce_gradients()
-            read_now.enter_context(updating(optimizer))  # torch reads groups and gradients when the closure is done
             return None if self._skips else steps.told_loss(optimizer, loss)
 
-        with self._outside.optimizing(), steps.optimizing(), updates or nullcontext(), ExitStack() as read_now:
+        around_update = self.precision_plugin.updating(updating)
+        with self._outside.optimizing(), steps.optimizing(), updates or nullcontext(), around_update:
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_autoparallel.errors import CaptureError
 
@@ -77,6 +77,14 @@ def has_hooks(parameter: Tensor) -> bool:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody is told when it has stepped."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+
+
+def is_stepped_by_torch(optimizer: Optimizer) -> bool:
+    """Whether nobody sees its step from within: no hooks around it, and no function in its place but a scheduler's."""
+    if has_step_hooks(optimizer) or optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+        return False
+    step: Any = vars(optimizer).get("step")
+    return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step)
 
 
 def final(value: Tensor, source: Tensor | None, message: str) -> Tensor:

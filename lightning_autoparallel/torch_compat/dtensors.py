@@ -59,3 +59,22 @@ def as_parameter_lies(parameter: DTensor, given: DTensor) -> DTensor:
         given.device_mesh, given.placements, tuple(given.shape), tuple(parameter.stride()), given.dtype
     )
     return around(laid_out_like(own, part).detach(), description)
+
+
+def is_placed_alike(parameter: DTensor, other: Tensor | None) -> bool:
+    """Whether ``other`` is cut as ``parameter`` is, and this rank's parts have one shape."""
+    if not isinstance(other, DTensor):
+        return False
+    own, given = parameter._spec, other._spec
+    if own is given:
+        return True
+    is_cut_alike = own.placements == given.placements and (own.mesh is given.mesh or own.mesh == given.mesh)
+    return is_cut_alike and parameter._local_tensor.shape == other._local_tensor.shape
+
+
+def as_described(part: Tensor, parameter: DTensor) -> DTensor:
+    """This rank's part of what lies as ``parameter`` does, and may have another dtype."""
+    spec = parameter._spec
+    if part.dtype != parameter.dtype:
+        spec = described(spec.mesh, spec.placements, tuple(parameter.shape), tuple(parameter.stride()), part.dtype)
+    return around(part, spec)
