@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_autoparallel.compile.leaf_gradients import give_to_leaves
 from lightning_autoparallel.compile.reached import reached_gradients
 from lightning_autoparallel.compile.second_order import Again, gradients_again
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
@@ -107,7 +108,8 @@ class _StepFunction(torch.autograd.Function):
             return *_NO_TENSORS, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
         given = tuple(i for i, place in enumerate(ctx.differentiable) if gradients[place] is not None)
         if ctx.backwards is None:
-            return *_NO_TENSORS, *_run_backward(ctx, gradients, last=True, given=given)
+            found = _run_backward(ctx, gradients, last=True, given=given)
+            return *_NO_TENSORS, *give_to_leaves(ctx, ctx.parameters, found)
         return *_NO_TENSORS, *ctx.backwards.reach(ctx.number, given, partial(_run_backward, ctx, gradients))
 
 

@@ -74,6 +74,19 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def will_accumulate(node: Any, parameter: Tensor) -> bool:
+    """Whether the backward under way will have ``node``, which gradients go to, add to the gradient of ``parameter``.
+
+    Not where ``autograd.grad`` was asked for gradients, or ``backward`` for those of other inputs alone.
+    """
+    if getattr(node, "variable", None) is not parameter:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad is to give a leaf's
+        return False
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody is told when it has stepped."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)

@@ -30,7 +30,8 @@ def around(local: Tensor, description: Description) -> DTensor:
     """A DTensor that shares the memory of this rank's part, which no graph of gradients leads to."""
     assert not local.requires_grad and description.tensor_meta is not None
     assert local.dtype == description.tensor_meta.dtype
-    return DTensor(local.view_as(local), description, requires_grad=False)
+    # without ``__init__``, which does nothing, and is wrapped three times
+    return DTensor.__new__(DTensor, local.view_as(local), description, requires_grad=False)
 
 
 def part_of(tensor: DTensor) -> Tensor:
