@@ -7,11 +7,12 @@ Gradients that a hook returns and state that a checkpoint holds may be cut other
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
+from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies, lies_as
 
 
 def lay_out_for_fused(optimizer: Optimizer) -> None:
@@ -21,13 +22,11 @@ def lay_out_for_fused(optimizer: Optimizer) -> None:
     """
     for parameter in _shards_with_gradients(optimizer):
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and _is_cut_like(parameter, gradient):
-            laid_out = as_parameter_lies(parameter, gradient)
-            if laid_out is not gradient:
-                parameter.grad = laid_out
+        if _lies_otherwise(gradient, parameter):
+            parameter.grad = as_parameter_lies(parameter, gradient)
         state = optimizer.state.get(parameter, {})
         for name, value in state.items():
-            if isinstance(value, DTensor) and _is_cut_like(parameter, value):
+            if _lies_otherwise(value, parameter):
                 state[name] = as_parameter_lies(parameter, value)
 
 
@@ -38,5 +37,8 @@ def _shards_with_gradients(optimizer: Optimizer) -> Iterator[DTensor]:
                 yield parameter
 
 
-def _is_cut_like(parameter: DTensor, other: DTensor) -> bool:
+def _lies_otherwise(other: Any, parameter: DTensor) -> TypeGuard[DTensor]:
+    """Whether one is cut as its parameter, with its strides as a whole, and this rank's part has others."""
+    if not isinstance(other, DTensor) or lies_as(parameter, other):
+        return False
     return other.placements == parameter.placements and other.stride() == parameter.stride()

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autoparallel.pipeline.fused_updates import lay_out_for_fused
 from lightning_autoparallel.pipeline.updates_of_parts import updates_of_parts
 from lightning_autoparallel.torch_compat.autograd import has_step_hooks
 from lightning_autoparallel.torch_compat.dtensors import part_of
@@ -32,11 +31,7 @@ _MOST_BYTES = 2**28
 
 @contextlib.contextmanager
 def updating(optimizer: Optimizer) -> Iterator[None]:
-    """Around an update, when gradients are what they are to be: they lie as the optimizer reads them.
-
-    It takes all at once, and as plain tensors.
-    """
-    lay_out_for_fused(optimizer)
+    """Around an update, when nobody will look any more: the optimizer takes all at once, and as plain tensors."""
     with updates_at_once(optimizer), updates_of_parts(optimizer):
         yield
 

@@ -34,6 +34,7 @@ from lightning_autoparallel.lightning_compat import (
 )
 from lightning_autoparallel.passes import all_passes, check_disabled
 from lightning_autoparallel.pipeline import Draws, StepEngine
+from lightning_autoparallel.pipeline.fused_updates import lay_out_for_fused
 from lightning_autoparallel.pipeline.progress import StageProgress
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates, needs_no_help
 from lightning_autoparallel.pipeline.stages import StageContext
@@ -414,6 +415,7 @@ class AutoParallelStrategy(SavingStrategy):
             with updates.left() if updates else nullcontext():
                 loss = resumed()
             steps.reduce_gradients()
+            lay_out_for_fused(optimizer)
             return None if self._skips else steps.told_loss(optimizer, loss)
 
         around_update = self.precision_plugin.updating(updating)

@@ -73,6 +73,14 @@ def is_placed_alike(parameter: DTensor, other: Tensor | None) -> bool:
     return is_cut_alike and parameter._local_tensor.shape == other._local_tensor.shape
 
 
+def lies_as(parameter: DTensor, other: DTensor) -> bool:
+    """Whether ``other`` is cut as ``parameter`` is, and the whole and this rank's part have its strides."""
+    own, given = parameter._spec, other._spec
+    assert own.tensor_meta is not None and given.tensor_meta is not None
+    is_alike = own.placements == given.placements and own.tensor_meta.stride == given.tensor_meta.stride
+    return is_alike and parameter._local_tensor.stride() == other._local_tensor.stride()
+
+
 def as_described(part: Tensor, parameter: DTensor) -> DTensor:
     """This rank's part of what lies as ``parameter`` does, and may have another dtype."""
     spec = parameter._spec

@@ -5,7 +5,8 @@
 One process as rank 0 of a fake world of eight, so that no collective takes time, with a network so narrow that nothing
 else does. It prints the median milliseconds of a micro-step's forward and backward outside of the graphs, and what of
 them each item takes. Beside FSDP2, whose hooks and copies are in no graph, whole steps are compared, interpreted, each
-less that of the plain module. Then clipping by norm and AdamW, on DTensors and on the local tensors in them.
+less that of the plain module. Then clipping by norm and AdamW, on DTensors, on the local tensors in them, and as a
+Trainer steps it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lightning_autoparallel.compile import step_runner
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.pipeline import engine as engines
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
+from lightning_autoparallel.pipeline.updates_at_once import updating
 from lightning_autoparallel.precision import clip_by_norm
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
 
@@ -134,6 +136,17 @@ def adamw(parameters: Sequence[Tensor], steps: int, **how: bool) -> float:
     return milliseconds(optimizer.step, steps)
 
 
+def adamw_of_parts(parameters: Sequence[Tensor], steps: int, **how: bool) -> float:
+    """The same as a Trainer steps it."""
+    optimizer = torch.optim.AdamW(parameters, **how)
+
+    def step() -> None:
+        with updating(optimizer):
+            optimizer.step()
+
+    return milliseconds(step, steps)
+
+
 def local_copies(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
     """What a rank holds of them, as plain parameters with gradients."""
     copies = []
@@ -174,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'AdamW all at once, on DTensors':<52} {adamw(parameters, given.steps, foreach=True):8.2f}")
     print(f"{'AdamW fused, on DTensors':<52} {adamw(parameters, given.steps):8.2f}")
     print(f"{'AdamW fused, on the local tensors in them':<52} {local:8.2f}")
+    print(f"{'AdamW all at once, as a Trainer steps it':<52} {adamw_of_parts(parameters, given.steps):8.2f}")
+    print(f"{'AdamW fused, as a Trainer steps it':<52} {adamw_of_parts(parameters, given.steps, fused=True):8.2f}")
     dist.destroy_process_group()
 
 
