@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import GetSetDescriptorType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
 from lightning_autoparallel.pipeline.backward_calls import END, BackwardCalls
 from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients, cut_like, mean_over_shards
+from lightning_autoparallel.pipeline.own_writes import OwnWrites
+from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
 from lightning_autoparallel.torch_compat.interception import is_wrapped, without_function_modes, without_transforms
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
@@ -93,18 +95,29 @@ class WholeParameters(TorchFunctionMode):
     """
 
     def __init__(
-        self, module: nn.Module, mesh: ParallelMesh, control: ControlGroup, addend: Addend | None = None
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        control: ControlGroup,
+        addend: Addend | None = None,
+        writes: OwnWrites | None = None,
     ) -> None:
         super().__init__()
+        self.writes = writes
         self._module, self._mesh, self._control = module, mesh, control
-        self._paused = False
+        self._paused = self._is_open = False
         self._wholes: dict[Any, _Gathered] = {}
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
         self._names: dict[Any, str] = {}  # parameters by their memory
         self.backwards = BackwardCalls(control)
         self._owed = OwedGradients(mesh, control, self.backwards, addend)
 
+    def __enter__(self) -> Self:
+        self._is_open = True
+        return super().__enter__()  # type: ignore[no-any-return]
+
     def __exit__(self, *error: Any) -> None:
+        self._is_open = False
         self.forget()
         super().__exit__(*error)
 
@@ -113,6 +126,8 @@ class WholeParameters(TorchFunctionMode):
         self.forget()
         self._owed.clear()
         self.backwards.clear()
+        if self.writes is not None:
+            self.writes.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,8 +175,18 @@ class WholeParameters(TorchFunctionMode):
         for key, gathered in changed:
             with without_function_modes(), torch.no_grad():
                 gathered.source.detach().copy_(cut_like(gathered.whole, gathered.source))
+            self._note(gathered.source, [gathered.whole])
             self._wholes[key] = replace(gathered, version=gathered.whole._version)
             self._drop_other_wholes(key)
+
+    def assigned(self, target: DTensor, value: Tensor) -> None:
+        """A whole tensor is assigned to its data, which torch's function modes do not see."""
+        if self._is_open and not self._paused:
+            self._note(target, [value])
+
+    def _note(self, target: DTensor, values: Sequence[Any], of: str = "") -> None:
+        if self.writes is not None:
+            self.writes.note(f"{of}{self._place(target)}", target, values)
 
     def _drop_other_wholes(self, kept: Any) -> None:
         """Other wholes of memory that has changed are not what it holds now."""
@@ -181,6 +206,8 @@ class WholeParameters(TorchFunctionMode):
             return func(*map(self._whole_of, args))
         if name in OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
+        if name in LOOKING_UP and scales_rows(args, kwargs):
+            return self._scaled(func, args, kwargs)
         if name == "__set__":
             return self._assign(func, *args)
         if name.startswith(_MANY_AT_ONCE):
@@ -188,6 +215,13 @@ class WholeParameters(TorchFunctionMode):
         if _changes_first(name) and _has_dtensor(args[:1]):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
+
+    def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole = self._whole_of(args[1])
+        place = f"a call that scales the rows that it looks up in {self._place(args[1])}"
+        if not self._agree(place):
+            raise CaptureError(f"{user_line()}: ranks do not all come to {place}")
+        return scaled(func, args, kwargs, whole, self._control)
 
     def _whole_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
@@ -282,6 +316,7 @@ class WholeParameters(TorchFunctionMode):
         """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
         self.forget()
         if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            self._note(target, [value], "" if func == _SET_DATA else "the gradient of ")
             value = cut_like(value, target)
         elif isinstance(value, DTensor) and not isinstance(target, DTensor):
             value = self._whole_of(value)
@@ -328,11 +363,13 @@ class WholeParameters(TorchFunctionMode):
                 is_whole = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
                 return cut_like(leaf, target) if is_whole else leaf
 
+            self._note(target, tree_flatten((args[1:], kwargs))[0])
             return func(*tree_map(cut, args), **tree_map(cut, kwargs))
         whole = self._gather(target.detach())
         func(whole, *tree_map(self._whole_of, args[1:]), **tree_map(self._whole_of, kwargs))
         with torch.no_grad():
             target.copy_(cut_like(whole, target))
+        self._note(target, [whole])
         return target
 
 

@@ -13,6 +13,7 @@ from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.buffers import SharedBuffers
 from lightning_autoparallel.pipeline.module_calls import ModuleCalls
+from lightning_autoparallel.pipeline.own_writes import differing_writes
 from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.lightning_tools import syncs_norms
@@ -83,10 +84,14 @@ class ForwardSteps:
         """Ranks end a step together: the backward of those that go on would wait for the others for ever."""
         skips = name == "training_step" and self._module.automatic_optimization and output is None
         place = f"the end of {name}{', skipping the batch' if skips else ''}"
+        writes = self.calls.parameters.writes
+        assert writes is not None, "those of steps' own Python are told apart"
         while True:
             try:
-                return self._engine.context.control.raise_together(error, place)
+                return self._engine.context.control.raise_together(error, f"{place}{writes.text()}")
             except OtherRankError as elsewhere:
+                if elsewhere is not error and (differing := differing_writes(elsewhere.places)):
+                    return self.warn(_own_values(name, differing))
                 if elsewhere is error or not self.calls.parameters.take_part(elsewhere.places):
                     raise
 
@@ -119,3 +124,12 @@ class ForwardSteps:
         effects = result.effects
         assert isinstance(effects, LightningEffects)
         effects.replay(result.effect_tensors, result.effect_whole, self._counters, self._rows)
+
+
+def _own_values(name: str, written: Sequence[str]) -> str:
+    return (
+        f"ranks write different values into {', '.join(written)} in {name}. A parameter in shards is one for all: "
+        "each part has now what the ranks that hold it wrote, where under DDP every rank's copy would have its own. "
+        "Write what ranks have in common: a mean over them (self.trainer.strategy.reduce), or of all rows "
+        "(self.all_gather)"
+    )

@@ -15,14 +15,18 @@ _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 
 
+Told = Callable[[DTensor, Tensor], object]  # a parameter in shards, and a whole tensor that is assigned to its data
+
+
 @contextlib.contextmanager
-def assigned_in_shards() -> Iterator[None]:
+def assigned_in_shards(told: Told = lambda parameter, value: None) -> Iterator[None]:
     """While open, the first changes the shard, and a whole gradient is cut as its parameter is.
 
     Torch would change the shape and dtype that autograd sees, and leave the shard as it is: the assignment is lost.
     Whole gradients it takes, and fails where they meet shards.
     """
-    data, gradient = property(_get(_DATA), _set_data), property(_get(_GRADIENT), _set_gradient, _delete_gradient)
+    data = property(_get(_DATA), lambda tensor, value: _set_data(tensor, value, told))
+    gradient = property(_get(_GRADIENT), _set_gradient, _delete_gradient)
     with (
         mock.patch.object(DTensor, "data", data, create=True),
         mock.patch.object(DTensor, "grad", gradient, create=True),
@@ -34,12 +38,14 @@ def _get(descriptor: Any) -> Callable[[DTensor], Any]:
     return lambda tensor: descriptor.__get__(tensor)
 
 
-def _set_data(tensor: DTensor, value: Tensor) -> None:
+def _set_data(tensor: DTensor, value: Tensor, told: Told) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise RuntimeError(
             f"a parameter that lies in shards has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and .data = "
             f"tensor of shape {tuple(value.shape)} and dtype {value.dtype} would change that: do so before training"
         )
+    if not isinstance(value, DTensor):
+        told(tensor, value)
     with torch.no_grad():
         tensor.detach().copy_(_cut(value, tensor))
 

@@ -1,0 +1,149 @@
+"""What a step's own Python writes into parameters in shards by what this rank's rows say."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed.jobs import Net, train
+from tests.support.worlds import Worlds
+
+
+class Scaled(Net):
+    """Looks up, by labels, rows of a table that are not to be long; two of the five nobody ever does."""
+
+    trainer_options: ClassVar[dict[str, Any]] = {"max_epochs": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.made()
+
+    def made(self) -> nn.Module:
+        return nn.Embedding(5, 6, max_norm=0.5)
+
+    def looked_up(self, y: Tensor) -> Tensor:
+        return self.table(y)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x + self.looked_up(y)), y)
+
+
+class OtherNorm(Scaled):
+    """By the largest of a row."""
+
+    def made(self) -> nn.Module:
+        return nn.Embedding(5, 6, max_norm=0.2, norm_type=float("inf"), padding_idx=1)
+
+
+class Bags(Scaled):
+    """Sums of rows."""
+
+    def made(self) -> nn.Module:
+        return nn.EmbeddingBag(5, 6, max_norm=0.5, mode="sum")
+
+    def looked_up(self, y: Tensor) -> Tensor:
+        return self.table(torch.stack([y, (y + 1) % 3], 1))
+
+
+class Function(Scaled):
+    """By torch's function."""
+
+    def looked_up(self, y: Tensor) -> Tensor:
+        return F.embedding(y, self.table.weight, max_norm=0.5)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize("kind", [Scaled, OtherNorm, Bags, Function], ids=lambda kind: kind.__name__)
+def test_rows_that_any_rank_looks_up_are_scaled(kind: type[Net], mesh: dict[str, int], worlds: Worlds):
+    expected = train(kind, None).parameters
+    for outcome in worlds(2).run(train, kind, mesh):
+        torch.testing.assert_close(outcome.parameters, expected, rtol=1e-5, atol=1e-6)
+
+
+class Writes(Net):
+    """Copies this rank's mean."""
+
+    strategy: ClassVar[dict[str, Any]] = {"capture": "forward"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.table = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(4, 6))
+
+    def training_step(self, batch, batch_idx):
+        self.write(*batch)
+        return self.loss((batch[0] - self.shift + self.table.sum(0), batch[1]))
+
+    @torch.no_grad()
+    def write(self, x: Tensor, y: Tensor) -> None:
+        self.shift.copy_(x.mean(0))
+
+
+class Data(Writes):
+    def write(self, x: Tensor, y: Tensor) -> None:
+        self.shift.data = x.mean(0)
+
+
+class Rows(Writes):
+    """Those that the labels say."""
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        self.table.data[y] = 0.5
+
+
+class View(Writes):
+    """Only where a rank's rows say so."""
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        if float(x[0, 0]) > 0:
+            self.table.data.view(-1)[3:].add_(1.0)
+
+
+class Number(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor, y: Tensor) -> None:
+        self.shift.fill_(float(x.mean()))
+
+
+OWN = {
+    Writes: "parameter shift",
+    Data: "parameter shift",
+    Rows: "parameter table",
+    View: "parameter table",
+    Number: "parameter shift",
+}
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_what_each_rank_writes_for_itself_is_said(kind: type[Net], worlds: Worlds):
+    outcome = worlds(2).run(train, kind, {"dp_shard": 2})[0]
+    assert outcome.said(f"different values into {OWN[kind]} in training_step") == 1
+
+
+class Common(Writes):
+    """What ranks have in common, in many ways."""
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        mean = self.all_gather(x.mean(0)).mean(0)
+        with torch.no_grad():
+            self.shift.copy_(mean).mul_(0.5).add_(mean, alpha=0.5)
+            self.table[1:3] = mean
+            self.table.view(-1)[3:].add_(1.0)
+            self.table.lerp_(self.table * 2, 0.1)
+        self.shift.data = self.shift.data * 2
+
+
+def test_nothing_is_said_of_what_they_have_in_common(worlds: Worlds):
+    assert not worlds(2).run(train, Common, {"dp_shard": 2})[0].said("different values")
+
+
+class Copies(Rows):
+    strategy: ClassVar[dict[str, Any]] = {"capture": "forward", "plan": "ddp"}
+
+
+def test_copies_keep_what_their_ranks_write_as_under_ddp(worlds: Worlds):
+    assert not worlds(2).run(train, Copies, {"dp_replicate": 2})[0].said("different values")

@@ -1,0 +1,68 @@
+"""Writes of ranks into what lies in shards are told apart, and said to differ where that is all in which ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.own_writes import OwnWrites, differing_writes
+
+
+@pytest.fixture
+def cut(fake_mesh: Callable[..., ParallelMesh]) -> Callable[[Placement], DTensor]:
+    fake_mesh(dp_shard=2)
+    mesh = init_device_mesh("cpu", (2,))
+    return lambda placement: DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
+
+
+def text(target: DTensor, *writes: Sequence[Tensor | float]) -> str:
+    own = OwnWrites()
+    for values in writes:
+        own.note("parameter w", target, values)
+    return own.text()
+
+
+VALUES = {
+    "floats": (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0])),
+    "of one sum": (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])),
+    "integers": (torch.tensor([1, 2]), torch.tensor([1, 3])),
+    "truths": (torch.tensor([True, False]), torch.tensor([False, False])),
+    "complex": (torch.tensor([1j, 2.0]), torch.tensor([1j, 3.0])),
+    "16 bits": (torch.ones(3).bfloat16(), torch.zeros(3).bfloat16()),
+    "numbers": (0.5, 0.25),
+    "none and some": (torch.zeros(0), torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_other_values_are_told_apart(kind: str, cut: Callable[[Placement], DTensor]):
+    one, other = ("the end" + text(cut(Shard(0)), [value]) for value in VALUES[kind])
+    again = "the end" + text(cut(Shard(0)), [VALUES[kind][0]])
+    assert differing_writes([one, again]) == []
+    assert one == again
+    assert differing_writes([one, other, again]) == ["parameter w"]
+    assert differing_writes([one, "the end"]) == ["parameter w"]
+
+
+def test_ranks_elsewhere_differ_otherwise(cut: Callable[[Placement], DTensor]):
+    one, other = (text(cut(Shard(0)), [float(value)]) for value in range(2))
+    assert differing_writes([f"the end{one}", f"parameter v{other}"]) == []
+    assert differing_writes([f"the end{one}", None]) == []
+
+
+def test_copies_and_shards_are_not_compared(cut: Callable[[Placement], DTensor]):
+    assert text(cut(Replicate()), [1.0]) == ""
+    assert text(cut(Shard(0)), [cut(Shard(0))]) == text(cut(Shard(0)), [cut(Shard(1))])
+
+
+def test_what_was_written_before_is_forgotten(cut: Callable[[Placement], DTensor]):
+    own = OwnWrites()
+    own.note("parameter w", cut(Shard(0)), [1.0])
+    own.clear()
+    assert own.text() == ""
