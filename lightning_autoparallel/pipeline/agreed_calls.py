@@ -59,7 +59,7 @@ def check_agreement(
     batched = {leaf.path for leaf in layout.leaves if leaf.batched}
     values = {path: digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
     values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
-    check_same_step(
+    differing = check_same_step(
         context.control,
         StepIdentity(
             name=call.name,
@@ -70,8 +70,12 @@ def check_agreement(
             module_state=now,
             fed=fed,
             buffers=taken.buffers if taken is not None else {},
+            written=context.own_writes.text(),
         ),
     )
+    if differing:
+        context.warn_once(context.own_writes.said_of(differing, call.name))
+    context.own_writes.clear()
 
 
 def check_shared_rows(

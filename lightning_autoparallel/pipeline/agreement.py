@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_autoparallel.errors import (
 )
 from lightning_autoparallel.fx.values import digest
 from lightning_autoparallel.pipeline.dissemination import RING_UP_TO, most_of_all
+from lightning_autoparallel.pipeline.own_writes import differing_writes
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
 
@@ -40,6 +41,7 @@ class StepIdentity:
     module_state: str
     fed: str = ""  # what the captured step takes from outside of its batch
     buffers: Mapping[str, str] = field(default_factory=dict)  # digests of those that changed between steps, by name
+    written: str = ""  # what the ranks' own Python has written into parameters since the last step
 
 
 class ControlGroup:
@@ -194,8 +196,10 @@ def _same_place(everyone: list[Any]) -> list[StepIdentity]:
     return everyone
 
 
-def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
+def check_same_step(control: ControlGroup, mine: StepIdentity) -> list[str]:
     """Compare what ranks are about to run, before any of them starts a collective.
+
+    What they have written different values into, where they differ in nothing else.
 
     Raises:
         RanksDifferError: they hold batches of different shapes, or different values of a replicated leaf.
@@ -203,9 +207,11 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> None:
         CaptureError: they took different branches.
     """
     if control.agrees(repr(mine)):
-        return
+        return []
     everyone = _same_place(control.gather(mine))
     first = everyone[0]
+    if all(replace(theirs, written=first.written) == first for theirs in everyone):
+        return differing_writes([theirs.written for theirs in everyone])
     for rank, theirs in enumerate(everyone):
         if (theirs.name, theirs.batch) != (first.name, first.batch):
             raise RanksDifferError(

@@ -24,7 +24,6 @@ from lightning_autoparallel.errors import (
     did_you_mean,
 )
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
-from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.synced_norms import SyncedNorms
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls, is_transformed
@@ -72,7 +71,7 @@ class ModuleCalls:
         self._inside = self._captures = False
         context = engine.context
         self.parameters = WholeParameters(
-            engine.module, context.mesh, context.control, engine.deferred.addend, OwnWrites()
+            engine.module, context.mesh, context.control, engine.deferred.addend, context.own_writes
         )
         engine.backwards = backwards = self.parameters.backwards
         self._norms = SyncedNorms(engine.module, context.mesh, context.control, backwards) if syncs_norms else None

@@ -33,6 +33,7 @@ from lightning_autoparallel.pipeline.compiled_once import compiling_turn
 from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.kept_plan import policy_name
+from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.progress import StageClock, StageProgress, stage_clock
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
@@ -55,8 +56,8 @@ class StageContext:
 
     Where it ``rehearses``, steps run in a fake world too. ``earlier_gradients`` says of a captured step what becomes of
     the gradients that lie on this rank as it begins, ``micro_batches`` how many of it one step of the optimizers is
-    for. ``planned`` counts the captures of a step, by its name and the
-    plan in force, that have come as far as a plan.
+    for. ``planned`` counts the captures of a step, by its name and the plan in force, that have come as far as a plan.
+    ``own_writes`` are those of steps and hooks into parameters that ranks have not compared yet.
     """
 
     mesh: ParallelMesh
@@ -67,6 +68,7 @@ class StageContext:
     told: set[str] = field(default_factory=set)
     planned: Counter[tuple[str, PlanSpec]] = field(default_factory=Counter)
     found: FoundPlan = field(default_factory=FoundPlan)
+    own_writes: OwnWrites = field(default_factory=OwnWrites)
     rehearses: bool = False
     earlier_gradients: Callable[[CapturedGraph], EarlierGradients] = lambda captured: "cleared"
     micro_batches: Callable[[CapturedGraph], int] = lambda captured: 1

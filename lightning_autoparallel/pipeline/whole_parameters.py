@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import GetSetDescriptorType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,21 +103,16 @@ class WholeParameters(TorchFunctionMode):
         writes: OwnWrites | None = None,
     ) -> None:
         super().__init__()
-        self.writes = writes
+        self._writes = writes
         self._module, self._mesh, self._control = module, mesh, control
-        self._paused = self._is_open = False
+        self._paused = False
         self._wholes: dict[Any, _Gathered] = {}
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
         self._names: dict[Any, str] = {}  # parameters by their memory
         self.backwards = BackwardCalls(control)
         self._owed = OwedGradients(mesh, control, self.backwards, addend)
 
-    def __enter__(self) -> Self:
-        self._is_open = True
-        return super().__enter__()  # type: ignore[no-any-return]
-
     def __exit__(self, *error: Any) -> None:
-        self._is_open = False
         self.forget()
         super().__exit__(*error)
 
@@ -126,8 +121,6 @@ class WholeParameters(TorchFunctionMode):
         self.forget()
         self._owed.clear()
         self.backwards.clear()
-        if self.writes is not None:
-            self.writes.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -175,18 +168,14 @@ class WholeParameters(TorchFunctionMode):
         for key, gathered in changed:
             with without_function_modes(), torch.no_grad():
                 gathered.source.detach().copy_(cut_like(gathered.whole, gathered.source))
-            self._note(gathered.source, [gathered.whole])
+            self.wrote(gathered.source, [gathered.whole])
             self._wholes[key] = replace(gathered, version=gathered.whole._version)
             self._drop_other_wholes(key)
 
-    def assigned(self, target: DTensor, value: Tensor) -> None:
-        """A whole tensor is assigned to its data, which torch's function modes do not see."""
-        if self._is_open and not self._paused:
-            self._note(target, [value])
-
-    def _note(self, target: DTensor, values: Sequence[Any], of: str = "") -> None:
-        if self.writes is not None:
-            self.writes.note(f"{of}{self._place(target)}", target, values)
+    def wrote(self, target: DTensor, values: Sequence[Any], of: str = "") -> None:
+        """These are written into it, or decide what is."""
+        if self._writes is not None:
+            self._writes.note(lambda: f"{of}{self._place(target)}", target, values)
 
     def _drop_other_wholes(self, kept: Any) -> None:
         """Other wholes of memory that has changed are not what it holds now."""
@@ -212,7 +201,7 @@ class WholeParameters(TorchFunctionMode):
             return self._assign(func, *args)
         if name.startswith(_MANY_AT_ONCE):
             return self._many(func, name, args, kwargs)
-        if _changes_first(name) and _has_dtensor(args[:1]):
+        if changes_first(name) and _has_dtensor(args[:1]):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
 
@@ -316,7 +305,7 @@ class WholeParameters(TorchFunctionMode):
         """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
         self.forget()
         if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            self._note(target, [value], "" if func == _SET_DATA else "the gradient of ")
+            self.wrote(target, [value], "" if func == _SET_DATA else "the gradient of ")
             value = cut_like(value, target)
         elif isinstance(value, DTensor) and not isinstance(target, DTensor):
             value = self._whole_of(value)
@@ -346,7 +335,7 @@ class WholeParameters(TorchFunctionMode):
         if is_alike or name.startswith("_fused_"):
             self.forget()
             return func(*args, **kwargs)
-        if not _changes_first(name):
+        if not changes_first(name):
             return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
         for i in range(len(args[0])):
             one = getattr(Tensor, name.removeprefix("_foreach_"))
@@ -357,19 +346,22 @@ class WholeParameters(TorchFunctionMode):
 
     def _changed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: DTensor = args[0]
+        numbers = _tensors((args[1:], kwargs))
+        if name == "fill_" and numbers:  # torch has no rule for a number that is a tensor
+            func, name, args, kwargs = Tensor.copy_, "copy_", (target, numbers[0].expand(target.shape)), {}
         if name in _ELEMENTWISE and all(_fits(leaf, target) for leaf in _tensors((args, kwargs))):
 
             def cut(leaf: Any) -> Any:
                 is_whole = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
                 return cut_like(leaf, target) if is_whole else leaf
 
-            self._note(target, tree_flatten((args[1:], kwargs))[0])
+            self.wrote(target, tree_flatten((args[1:], kwargs))[0])
             return func(*tree_map(cut, args), **tree_map(cut, kwargs))
         whole = self._gather(target.detach())
         func(whole, *tree_map(self._whole_of, args[1:]), **tree_map(self._whole_of, kwargs))
         with torch.no_grad():
             target.copy_(cut_like(whole, target))
-        self._note(target, [whole])
+        self.wrote(target, [whole])
         return target
 
 
@@ -431,6 +423,7 @@ def _fits(tensor: Tensor, target: DTensor) -> bool:
     return tensor.dim() == 0 or tensor.shape == target.shape
 
 
-def _changes_first(name: str) -> bool:
+def changes_first(name: str) -> bool:
+    """Whether a function of torch, by its name, writes into its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name in _ELEMENTWISE)

@@ -84,14 +84,15 @@ class ForwardSteps:
         """Ranks end a step together: the backward of those that go on would wait for the others for ever."""
         skips = name == "training_step" and self._module.automatic_optimization and output is None
         place = f"the end of {name}{', skipping the batch' if skips else ''}"
-        writes = self.calls.parameters.writes
-        assert writes is not None, "those of steps' own Python are told apart"
+        control, writes = self._engine.context.control, self._engine.context.own_writes
         while True:
             try:
-                return self._engine.context.control.raise_together(error, f"{place}{writes.text()}")
+                control.raise_together(error, f"{place}{writes.text(parts=True)}")
+                return writes.clear()
             except OtherRankError as elsewhere:
                 if elsewhere is not error and (differing := differing_writes(elsewhere.places)):
-                    return self.warn(_own_values(name, differing))
+                    self.warn(writes.said_of(differing, name))
+                    return writes.clear()
                 if elsewhere is error or not self.calls.parameters.take_part(elsewhere.places):
                     raise
 
@@ -124,12 +125,3 @@ class ForwardSteps:
         effects = result.effects
         assert isinstance(effects, LightningEffects)
         effects.replay(result.effect_tensors, result.effect_whole, self._counters, self._rows)
-
-
-def _own_values(name: str, written: Sequence[str]) -> str:
-    return (
-        f"ranks write different values into {', '.join(written)} in {name}. A parameter in shards is one for all: "
-        "each part has now what the ranks that hold it wrote, where under DDP every rank's copy would have its own. "
-        "Write what ranks have in common: a mean over them (self.trainer.strategy.reduce), or of all rows "
-        "(self.all_gather)"
-    )

@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
-from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSELF, WholeParameters
+from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSELF, WholeParameters, changes_first
 from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 from lightning_autoparallel.torch_compat.interception import without_function_mode
+from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 Call = Callable[..., Any]
 _LEFT_ALONE = frozenset(OF_THE_TENSOR_ITSELF)
@@ -100,7 +101,10 @@ class MixedOperands(TorchFunctionMode):
         if not self._gives_whole:
             try:
                 with self._operators.during("shards"):
-                    return func(*args, **kwargs)
+                    result = func(*args, **kwargs)
+                if changes_first(name) and isinstance(args[0], DTensor):
+                    self._parameters.wrote(args[0], tree_leaves((args[1:], kwargs)))
+                return result
             except NeedsWhole:
                 pass
             except (RuntimeError, NotImplementedError) as error:

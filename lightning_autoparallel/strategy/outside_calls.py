@@ -39,7 +39,7 @@ class OutsideCalls:
         context = engine.context
         self._module = engine.module
         self._control = context.control
-        self._parameters = WholeParameters(engine.module, context.mesh, context.control)
+        self._parameters = WholeParameters(engine.module, context.mesh, context.control, writes=context.own_writes)
         self._own: set[int] = set()
         self._inside = False
         self._hook_mode: MixedOperands | None = None
@@ -60,6 +60,11 @@ class OutsideCalls:
             yield
         finally:
             self._inside = before
+
+    def assigned(self, parameter: DTensor, value: Tensor) -> None:
+        """A step or a hook assigns a whole tensor to a parameter's data, which torch's function modes do not see."""
+        if self._inside or self._hook_mode is not None:
+            self._parameters.wrote(parameter, [value])
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_autoparallel.capture import Watcher
@@ -201,11 +200,6 @@ class LightningSteps:
                 return closure()
 
         return run
-
-    def assigned(self, parameter: DTensor, value: Tensor) -> None:
-        """A whole tensor is assigned to a parameter's data."""
-        if self._forward is not None:
-            self._forward.calls.parameters.assigned(parameter, value)
 
     def told_loss(self, optimizer: Optimizer, loss: Any) -> Any:
         """What an optimizer is told of its closure; one that decides by it decides alike on all ranks."""

@@ -254,7 +254,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
         self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)
-        self._while_set_up.enter_context(assigned_in_shards(self._steps.assigned))
+        self._while_set_up.enter_context(assigned_in_shards(self._outside.assigned))
         self.restore(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.jobs import Net, train
+from tests.distributed.jobs import Net, Outcome, train
 from tests.support.worlds import Worlds
 
 
@@ -125,7 +125,7 @@ OWN = {
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_what_each_rank_writes_for_itself_is_said(kind: type[Net], worlds: Worlds):
     outcome = worlds(2).run(train, kind, {"dp_shard": 2})[0]
-    assert outcome.said(f"different values into {OWN[kind]} in training_step") == 1
+    assert outcome.said(f"different values into {OWN[kind]}, in training_step") == 1
 
 
 class Common(Writes):
@@ -151,3 +151,77 @@ class Copies(Rows):
 
 def test_copies_keep_what_their_ranks_write_as_under_ddp(worlds: Worlds):
     assert not worlds(2).run(train, Copies, {"dp_replicate": 2})[0].said("different values")
+
+
+class InHook(Net):
+    """Before the first step, whose graph is one for all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.is_begun = False
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x - self.shift), y)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.is_begun:
+            self.is_begun = True
+            self.write(batch[0])
+
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        self.shift.copy_(x.mean(0))
+
+
+class DataInHook(InHook):
+    def write(self, x: Tensor) -> None:
+        self.shift.data = x.mean(0)
+
+
+class NumberInHook(InHook):
+    def write(self, x: Tensor) -> None:
+        self.shift.data.fill_(x.mean())
+
+
+class RowInHook(InHook):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        self.shift[:2] = x.mean(0)[:2]
+
+
+class ForwardHook(InHook):
+    strategy: ClassVar[dict[str, Any]] = {"capture": "forward"}
+
+
+IN_HOOKS = [InHook, DataInHook, NumberInHook, RowInHook, ForwardHook]
+
+
+@pytest.mark.parametrize("kind", IN_HOOKS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_so_is_what_hooks_write(kind: type[Net], plan: str, worlds: Worlds):
+    outcome = worlds(2).run(hooked, kind, plan)[0]
+    said = kind is not ForwardHook or plan == "fsdp"  # of copies each rank's own stays its own there, as under DDP
+    assert outcome.said("different values into parameter shift, in training_step") == said
+
+
+def hooked(kind: type[Net], plan: str) -> Outcome:
+    kind.strategy = {**kind.strategy, "plan": plan}
+    return train(kind, {"dp_shard": 2} if plan == "fsdp" else {"dp_replicate": 2})
+
+
+class CommonInHook(InHook):
+    """What ranks have in common, and numbers that are drawn."""
+
+    def write(self, x: Tensor) -> None:
+        mean = self.all_gather(x.mean(0)).mean(0)
+        with torch.no_grad():
+            self.shift.copy_(mean).mul_(0.5).add_(0.1)
+        self.net[0].reset_parameters()
+        nn.init.normal_(self.net[2].weight)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_nothing_is_said_of_what_hooks_have_in_common(plan: str, worlds: Worlds):
+    assert not worlds(2).run(hooked, CommonInHook, plan)[0].said("different values")

@@ -21,10 +21,13 @@ def cut(fake_mesh: Callable[..., ParallelMesh]) -> Callable[[Placement], DTensor
     return lambda placement: DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
 
 
+PLACE = "0: a tensor of shape [4, 3]"
+
+
 def text(target: DTensor, *writes: Sequence[Tensor | float]) -> str:
     own = OwnWrites()
     for values in writes:
-        own.note("parameter w", target, values)
+        own.note(lambda: "parameter w", target, values)
     return own.text()
 
 
@@ -46,8 +49,8 @@ def test_other_values_are_told_apart(kind: str, cut: Callable[[Placement], DTens
     again = "the end" + text(cut(Shard(0)), [VALUES[kind][0]])
     assert differing_writes([one, again]) == []
     assert one == again
-    assert differing_writes([one, other, again]) == ["parameter w"]
-    assert differing_writes([one, "the end"]) == ["parameter w"]
+    assert differing_writes([one, other, again]) == [PLACE]
+    assert differing_writes([one, "the end"]) == [PLACE]
 
 
 def test_ranks_elsewhere_differ_otherwise(cut: Callable[[Placement], DTensor]):
@@ -56,13 +59,27 @@ def test_ranks_elsewhere_differ_otherwise(cut: Callable[[Placement], DTensor]):
     assert differing_writes([f"the end{one}", None]) == []
 
 
-def test_copies_and_shards_are_not_compared(cut: Callable[[Placement], DTensor]):
-    assert text(cut(Replicate()), [1.0]) == ""
+def test_who_reports_names_what_it_knows(cut: Callable[[Placement], DTensor]):
+    own = OwnWrites()
+    for value in (1.0, 2.0):
+        own.note(lambda: "parameter w", cut(Shard(0)), [value])
+    said = own.said_of([PLACE, "1: a tensor of shape [4, 3]", "2: a tensor of shape [5]"], "training_step")
+    assert "different values into parameter w, a tensor of shape [5], in training_step" in said
+
+
+def test_copies_count_where_a_step_takes_them_for_equal(cut: Callable[[Placement], DTensor]):
+    own = OwnWrites()
+    own.note(lambda: "parameter w", cut(Replicate()), [1.0])
+    assert own.text(parts=True) == ""
+    assert own.text() != ""
+
+
+def test_shards_are_not_compared(cut: Callable[[Placement], DTensor]):
     assert text(cut(Shard(0)), [cut(Shard(0))]) == text(cut(Shard(0)), [cut(Shard(1))])
 
 
 def test_what_was_written_before_is_forgotten(cut: Callable[[Placement], DTensor]):
     own = OwnWrites()
-    own.note("parameter w", cut(Shard(0)), [1.0])
+    own.note(lambda: "parameter w", cut(Shard(0)), [1.0])
     own.clear()
     assert own.text() == ""
