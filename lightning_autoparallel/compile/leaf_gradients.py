@@ -1,7 +1,8 @@
 """Gradients that parameters without one get as they are, past what autograd would do to the same end.
 
 Autograd takes a gradient over by ``detach``, which for a DTensor is a call of its dispatch: tens of microseconds each.
-Whatever it may do besides, adding up, telling hooks, giving gradients to who asked for them, stays its own.
+Whatever it may do besides, adding up, telling hooks of tensors, looking for anomalies, giving gradients to who asked
+for them, stays its own. Hooks of its nodes that add gradients up, of which it tells nobody, are given None.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_autoparallel.torch_compat.autograd import has_hooks, will_accumulate
+from lightning_autoparallel.torch_compat.autograd import dtype_of_gradient, has_hooks, will_accumulate
 
 
 def give_to_leaves(
@@ -23,6 +25,8 @@ def give_to_leaves(
     ``ctx`` is the node of a function whose tensors ``parameters`` lists, None for others, in a backward under way.
     """
     left, edges = list(gradients), ctx.next_functions
+    if torch.is_anomaly_enabled() or not _is_on_one_stream():
+        return left
     for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=False)):
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and _would_keep(parameter, gradient):
             if not will_accumulate(edges[i][0], parameter):
@@ -33,5 +37,12 @@ def give_to_leaves(
 
 def _would_keep(parameter: DTensor, gradient: DTensor) -> bool:
     """Whether autograd would make the gradient the parameter's without changing it or telling anybody."""
-    is_first = parameter.grad is None and not has_hooks(parameter)
-    return is_first and gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride()
+    if not parameter.requires_grad or parameter.grad is not None or has_hooks(parameter):
+        return False
+    return gradient.dtype == dtype_of_gradient(parameter) and gradient.stride() == parameter.stride()
+
+
+def _is_on_one_stream() -> bool:
+    """Whether who reads gradients behind the backward waits for what computes them: else autograd sees to that."""
+    is_initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return not is_initialized or torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -23,13 +23,13 @@ def scales_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("max_norm") is not None and len(args) > 1 and isinstance(args[1], DTensor)
 
 
-def scaled(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Tensor, control: ControlGroup
-) -> Any:
-    """The call on the ``whole`` table, in which the rows that any rank looks up are scaled; every rank calls it."""
+def scaled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], control: ControlGroup) -> Any:
+    """The call on a whole table, in which the rows that any rank looks up are scaled; every rank calls it."""
+    whole: Tensor = args[1]
     with torch.no_grad():
         mine = torch.zeros(whole.shape[0], dtype=torch.bool)
-        mine[args[0].detach().flatten().cpu()] = True
+        rows = args[0].detach().flatten().cpu()
+        mine[rows[(rows >= 0) & (rows < len(mine))]] = True  # torch's own call says that others are none
         looked_up = torch.tensor(control.any(mine.tolist())).nonzero().flatten().to(whole.device)
         torch.embedding_renorm_(whole.detach(), looked_up, kwargs["max_norm"], kwargs.get("norm_type", 2.0))
-    return func(args[0], whole, *args[2:], **{**kwargs, "max_norm": None})
+    return func(*args, **{**kwargs, "max_norm": None})

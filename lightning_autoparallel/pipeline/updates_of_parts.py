@@ -63,6 +63,8 @@ def _parts(optimizer: Optimizer) -> Parts:
                 continue
             if not isinstance(parameter, DTensor) or not is_placed_alike(parameter, gradient):
                 return []
+            if gradient.dtype != parameter.dtype:
+                return []  # a part could not have it
             if not _has_state_alike(parameter, optimizer.state.get(parameter)):
                 return []
             parts[part_of(parameter)] = parameter

@@ -175,7 +175,13 @@ class WholeParameters(TorchFunctionMode):
     def wrote(self, target: DTensor, values: Sequence[Any], of: str = "") -> None:
         """These are written into it, or decide what is."""
         if self._writes is not None:
-            self._writes.note(lambda: f"{of}{self._place(target)}", target, values)
+            memory, other = _memory(target)[:-1], f"{_TENSOR}{list(target.shape)}"
+
+            def name() -> str:
+                parameter = self._name_at(memory)
+                return f"{of}{_PARAMETER}{parameter}" if parameter else f"{of}{other}"
+
+            self._writes.note(name, target, values)
 
     def _drop_other_wholes(self, kept: Any) -> None:
         """Other wholes of memory that has changed are not what it holds now."""
@@ -206,11 +212,9 @@ class WholeParameters(TorchFunctionMode):
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        whole = self._whole_of(args[1])
-        place = f"a call that scales the rows that it looks up in {self._place(args[1])}"
-        if not self._agree(place):
-            raise CaptureError(f"{user_line()}: ranks do not all come to {place}")
-        return scaled(func, args, kwargs, whole, self._control)
+        whole, rest = self._whole_of(args[1]), tree_map(self._whole_of, (args[2:], kwargs))
+        self._agree(f"a call that scales the rows that it looks up in {self._place(args[1])}")
+        return scaled(func, (args[0], whole, *rest[0]), rest[1], self._control)
 
     def _whole_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
@@ -263,7 +267,9 @@ class WholeParameters(TorchFunctionMode):
 
     def _name_of(self, tensor: DTensor) -> str | None:
         """The parameter that lies in the tensor's memory."""
-        memory = _memory(tensor)[:-1]
+        return self._name_at(_memory(tensor)[:-1])
+
+    def _name_at(self, memory: Any) -> str | None:
         if memory not in self._names:
             # torch.func.functional_call puts other tensors in the places of parameters
             named = [(name, p) for name, p in self._module.named_parameters() if isinstance(p, nn.Parameter)]

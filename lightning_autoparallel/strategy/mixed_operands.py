@@ -102,7 +102,7 @@ class MixedOperands(TorchFunctionMode):
             try:
                 with self._operators.during("shards"):
                     result = func(*args, **kwargs)
-                if changes_first(name) and isinstance(args[0], DTensor):
+                if changes_first(name) and args and isinstance(args[0], DTensor):
                     self._parameters.wrote(args[0], tree_leaves((args[1:], kwargs)))
                 return result
             except NeedsWhole:

@@ -87,6 +87,11 @@ def will_accumulate(node: Any, parameter: Tensor) -> bool:
         return False
 
 
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype | None:
+    """What autograd makes of its gradients; None for whatever they are. Older torch knows its own dtype only."""
+    return getattr(parameter, "grad_dtype", parameter.dtype)
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody is told when it has stepped."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)

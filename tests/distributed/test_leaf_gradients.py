@@ -116,12 +116,43 @@ def kept_zeros(plan: str) -> None:
     same(found(module))
 
 
+def frozen_meanwhile(plan: str) -> None:
+    """What needs no gradient any more gets none."""
+    module, loss = begun(plan)
+    module.net[0].weight.requires_grad_(False)
+    loss.backward()
+    same(found(module), names=["net.0.bias", "net.2.weight", "net.2.bias"])
+
+
+def other_dtype(plan: str) -> None:
+    """Autograd casts gradients to the dtype that a parameter's are to have."""
+    module, loss = begun(plan)
+    if not hasattr(module.net[0].weight, "grad_dtype"):
+        return
+    module.net[0].weight.grad_dtype = torch.float64
+    loss.backward()
+    assert module.net[0].weight.grad.dtype == torch.float64
+    module.net[0].weight.grad_dtype = None
+    module.net[0].weight.grad = module.net[0].weight.grad.float()
+    same(found(module))
+
+
+def in_anomaly_mode(plan: str) -> None:
+    """It is asked to look at all of them."""
+    _, loss = begun(plan)
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
+        (loss * float("nan")).backward()
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_get_all_of_them_directly(plan: str, worlds: Worlds):
     assert worlds(2).run(given_directly, plan) == [4, 4]
 
 
-@pytest.mark.parametrize("check", [told_to_hooks, asked_for, more_than_one_path, kept_zeros], ids=lambda c: c.__name__)
+CHECKS = [told_to_hooks, asked_for, more_than_one_path, kept_zeros, frozen_meanwhile, other_dtype, in_anomaly_mode]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("plan", PLANS)
 def test_nobody_misses_any(check: Any, plan: str, worlds: Worlds):
     worlds(2).run(check, plan)

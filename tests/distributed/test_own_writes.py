@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_autoparallel.errors import AutoParallelError
 from tests.distributed.jobs import Net, Outcome, train
 from tests.support.worlds import Worlds
 
@@ -54,6 +56,17 @@ class Bags(Scaled):
         return self.table(torch.stack([rows, (rows + 1) % 9], 1))
 
 
+class WeightedBags(Bags):
+    """By a parameter, which lies in shards, too: one for each of a rank's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(4, 2))
+
+    def looked_up(self, rows: Tensor) -> Tensor:
+        return self.table(torch.stack([rows, (rows + 1) % 9], 1), per_sample_weights=self.weights)
+
+
 class Function(Scaled):
     """By torch's function."""
 
@@ -67,6 +80,35 @@ def test_rows_that_any_rank_looks_up_are_scaled(kind: type[Net], mesh: dict[str,
     expected = train(kind, None).parameters
     for outcome in worlds(2).run(train, kind, mesh):
         torch.testing.assert_close(outcome.parameters, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_rows_may_lie_in_shards_too(worlds: Worlds):
+    first, second = worlds(2).run(train, WeightedBags, {"dp_shard": 2})
+    torch.testing.assert_close(first.parameters, second.parameters, rtol=0, atol=0)
+    assert not torch.equal(first.parameters["weights"], WeightedBags().weights)
+    assert first.parameters["table.weight"].norm(dim=1).max() < 1  # norms are of the last lookup, before an update
+
+
+class NoSuchRow(Scaled):
+    """Asked for by one rank."""
+
+    def looked_up(self, rows: Tensor) -> Tensor:
+        return self.table(rows + 9 * self.global_rank)
+
+
+def test_a_row_that_is_not_there_is_an_error_on_all_ranks(worlds: Worlds):
+    for error, seconds in worlds(2).run(wrong_row):
+        assert "index out of range" in error
+        assert seconds < 30
+
+
+def wrong_row() -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        train(NoSuchRow, {"dp_shard": 2})
+    except (AutoParallelError, IndexError) as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
 
 
 class Writes(Net):

@@ -21,7 +21,7 @@ def cut(fake_mesh: Callable[..., ParallelMesh]) -> Callable[[Placement], DTensor
     return lambda placement: DTensor.from_local(torch.zeros(2, 3), mesh, [placement], run_check=False)
 
 
-PLACE = "0: a tensor of shape [4, 3]"
+PLACE = "cut 0: a tensor of shape [4, 3]"
 
 
 def text(target: DTensor, *writes: Sequence[Tensor | float]) -> str:
@@ -37,6 +37,7 @@ VALUES = {
     "integers": (torch.tensor([1, 2]), torch.tensor([1, 3])),
     "truths": (torch.tensor([True, False]), torch.tensor([False, False])),
     "complex": (torch.tensor([1j, 2.0]), torch.tensor([1j, 3.0])),
+    "conjugated": (torch.tensor([1j, 2.0]).conj(), torch.tensor([1j, 2.0])),
     "16 bits": (torch.ones(3).bfloat16(), torch.zeros(3).bfloat16()),
     "numbers": (0.5, 0.25),
     "none and some": (torch.zeros(0), torch.ones(1)),
@@ -53,6 +54,20 @@ def test_other_values_are_told_apart(kind: str, cut: Callable[[Placement], DTens
     assert differing_writes([one, "the end"]) == [PLACE]
 
 
+def test_another_number_of_writes_and_another_order_are_differences(cut: Callable[[Placement], DTensor]):
+    once, twice = text(cut(Shard(0)), [1.0]), text(cut(Shard(0)), [1.0], [1.0])
+    assert differing_writes([once, twice]) == ["cut 1: a tensor of shape [4, 3]"]
+    there, back = text(cut(Shard(0)), [1.0], [2.0]), text(cut(Shard(0)), [2.0], [1.0])
+    assert differing_writes([there, back]) == [PLACE, "cut 1: a tensor of shape [4, 3]"]
+
+
+def test_a_write_into_a_copy_moves_no_others(cut: Callable[[Placement], DTensor]):
+    own = OwnWrites()
+    own.note(lambda: "copy", cut(Replicate()), [1.0])
+    own.note(lambda: "parameter w", cut(Shard(0)), [1.0])
+    assert own.text(parts=True) == text(cut(Shard(0)), [1.0])
+
+
 def test_ranks_elsewhere_differ_otherwise(cut: Callable[[Placement], DTensor]):
     one, other = (text(cut(Shard(0)), [float(value)]) for value in range(2))
     assert differing_writes([f"the end{one}", f"parameter v{other}"]) == []
@@ -63,7 +78,7 @@ def test_who_reports_names_what_it_knows(cut: Callable[[Placement], DTensor]):
     own = OwnWrites()
     for value in (1.0, 2.0):
         own.note(lambda: "parameter w", cut(Shard(0)), [value])
-    said = own.said_of([PLACE, "1: a tensor of shape [4, 3]", "2: a tensor of shape [5]"], "training_step")
+    said = own.said_of([PLACE, "cut 1: a tensor of shape [4, 3]", "cut 2: a tensor of shape [5]"], "training_step")
     assert "different values into parameter w, a tensor of shape [5], in training_step" in said
 
 

@@ -31,10 +31,14 @@ class Computing:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.said: list[str] = []
+        self.written: list[tuple[int, ...]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
         self.names.append(func.__name__)
         return torch.zeros(3, 4)
+
+    def wrote(self, target: torch.Tensor, values: Any) -> None:
+        self.written.append(tuple(target.shape))
 
     def forget(self) -> None:
         self.said.append("forgotten")
