@@ -44,5 +44,4 @@ def _would_keep(parameter: DTensor, gradient: DTensor) -> bool:
 
 def _is_on_one_stream() -> bool:
     """Whether who reads gradients behind the backward waits for what computes them: else autograd sees to that."""
-    is_initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return not is_initialized or torch.cuda.current_stream() == torch.cuda.default_stream()
+    return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -70,11 +70,10 @@ def check_agreement(
             module_state=now,
             fed=fed,
             buffers=taken.buffers if taken is not None else {},
-            written=context.own_writes.text(),
+            written="" if context.control.alone else context.own_writes.text(),
         ),
     )
-    if differing:
-        context.warn_once(context.own_writes.said_of(differing, call.name))
+    context.own_writes.tell(differing, call.name, context.warn)
     context.own_writes.clear()
 
 

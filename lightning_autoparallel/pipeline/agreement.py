@@ -211,7 +211,7 @@ def check_same_step(control: ControlGroup, mine: StepIdentity) -> list[str]:
     everyone = _same_place(control.gather(mine))
     first = everyone[0]
     if all(replace(theirs, written=first.written) == first for theirs in everyone):
-        return differing_writes([theirs.written for theirs in everyone])
+        return differing_writes([theirs.written for theirs in everyone]) or []
     for rank, theirs in enumerate(everyone):
         if (theirs.name, theirs.batch) != (first.name, first.batch):
             raise RanksDifferError(

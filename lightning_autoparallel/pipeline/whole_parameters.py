@@ -340,6 +340,8 @@ class WholeParameters(TorchFunctionMode):
         is_alike = all(isinstance(leaf, DTensor) for leaf in _tensors(lists) if leaf.dim())
         if is_alike or name.startswith("_fused_"):
             self.forget()
+            if changes_first(name) and _has_dtensor(args[0][:1]):
+                self.wrote(args[0][0], tree_flatten((args[1:], kwargs))[0])
             return func(*args, **kwargs)
         if not changes_first(name):
             return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
@@ -355,13 +357,14 @@ class WholeParameters(TorchFunctionMode):
         numbers = _tensors((args[1:], kwargs))
         if name == "fill_" and numbers:  # torch has no rule for a number that is a tensor
             func, name, args, kwargs = Tensor.copy_, "copy_", (target, numbers[0].expand(target.shape)), {}
+            self.wrote(target, numbers)
         if name in _ELEMENTWISE and all(_fits(leaf, target) for leaf in _tensors((args, kwargs))):
 
             def cut(leaf: Any) -> Any:
                 is_whole = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
                 return cut_like(leaf, target) if is_whole else leaf
 
-            self.wrote(target, tree_flatten((args[1:], kwargs))[0])
+            self.wrote(target, [leaf for leaf in tree_flatten((args[1:], kwargs))[0] if not _is_expanded(leaf)])
             return func(*tree_map(cut, args), **tree_map(cut, kwargs))
         whole = self._gather(target.detach())
         func(whole, *tree_map(self._whole_of, args[1:]), **tree_map(self._whole_of, kwargs))
@@ -416,6 +419,11 @@ def _has_dtensor(values: Sequence[Any]) -> bool:
     return any(
         isinstance(value, DTensor) or (isinstance(value, (list, tuple)) and _has_dtensor(value)) for value in values
     )
+
+
+def _is_expanded(leaf: Any) -> bool:
+    """Whether it is one number in the place of many, which was noted as such."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not any(leaf.stride())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -90,8 +90,9 @@ class ForwardSteps:
                 control.raise_together(error, f"{place}{writes.text(parts=True)}")
                 return writes.clear()
             except OtherRankError as elsewhere:
-                if elsewhere is not error and (differing := differing_writes(elsewhere.places)):
-                    self.warn(writes.said_of(differing, name))
+                differing = None if elsewhere is error else differing_writes(elsewhere.places)
+                if differing is not None:
+                    writes.tell(differing, name, self.warn)
                     return writes.clear()
                 if elsewhere is error or not self.calls.parameters.take_part(elsewhere.places):
                     raise

@@ -102,8 +102,7 @@ class MixedOperands(TorchFunctionMode):
             try:
                 with self._operators.during("shards"):
                     result = func(*args, **kwargs)
-                if changes_first(name) and args and isinstance(args[0], DTensor):
-                    self._parameters.wrote(args[0], tree_leaves((args[1:], kwargs)))
+                self._note(name, args, kwargs)
                 return result
             except NeedsWhole:
                 pass
@@ -112,6 +111,13 @@ class MixedOperands(TorchFunctionMode):
                     raise
             self._begin(name)
         return self._whole(func, (), args, kwargs)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What was written into shards, or copies, by what is no shard; ``nn.init`` names all that it is given."""
+        if changes_first(name):
+            first, *rest = tree_leaves((args, kwargs)) or [None]
+            if isinstance(first, DTensor):
+                self._parameters.wrote(first, rest)
 
     def _begin(self, name: str) -> None:
         self._meet(name)

@@ -61,10 +61,10 @@ class OutsideCalls:
         finally:
             self._inside = before
 
-    def assigned(self, parameter: DTensor, value: Tensor) -> None:
-        """A step or a hook assigns a whole tensor to a parameter's data, which torch's function modes do not see."""
+    def assigned(self, parameter: DTensor, value: Tensor, of: str) -> None:
+        """A step or a hook assigns a whole tensor to data or gradient, which torch's function modes do not see."""
         if self._inside or self._hook_mode is not None:
-            self._parameters.wrote(parameter, [value])
+            self._parameters.wrote(parameter, [value], of)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

@@ -66,7 +66,10 @@ class ShardOperators(TorchDispatchMode):
         kwargs = kwargs or {}
         changed = written(func, args, kwargs)
         self._check_kept(changed)
-        sharded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor) and _lies_in_shards(leaf)]
+        spread = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        sharded = [leaf for leaf in spread if _lies_in_shards(leaf)]
+        if self._stage == "shards" and is_random(func) and any(leaf.device_mesh.size() > 1 for leaf in spread):
+            raise NeedsWhole  # copies are drawn alike, too
         self._check_draw(func, sharded)
         if self._stage == "shards" and any(_is_cut(func, args, kwargs, tensor) for tensor in sharded):
             raise NeedsWhole
@@ -89,8 +92,6 @@ class ShardOperators(TorchDispatchMode):
     def _check_draw(self, func: Any, sharded: Sequence[DTensor]) -> None:
         if not sharded or not is_random(func):
             return
-        if self._stage == "shards":
-            raise NeedsWhole
         if self._stage == "followed":
             raise CaptureError(
                 f"{user_line()} draws random numbers for a parameter, which lies in shards, outside of a step, where "

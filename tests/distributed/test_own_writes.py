@@ -233,11 +233,29 @@ class RowInHook(InHook):
         self.shift[:2] = x.mean(0)[:2]
 
 
+class FactorInHook(InHook):
+    """A number, by which what is there is changed."""
+
+    def write(self, x: Tensor) -> None:
+        self.shift.data.add_(float(x.mean()))
+
+
+class InitInHook(InHook):
+    def write(self, x: Tensor) -> None:
+        nn.init.constant_(self.shift, float(x.mean()))
+
+
+class ListInHook(InHook):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        torch._foreach_add_([self.shift], float(x.mean()))
+
+
 class ForwardHook(InHook):
     strategy: ClassVar[dict[str, Any]] = {"capture": "forward"}
 
 
-IN_HOOKS = [InHook, DataInHook, NumberInHook, RowInHook, ForwardHook]
+IN_HOOKS = [InHook, DataInHook, NumberInHook, RowInHook, FactorInHook, InitInHook, ListInHook, ForwardHook]
 
 
 @pytest.mark.parametrize("kind", IN_HOOKS, ids=lambda kind: kind.__name__)
@@ -253,10 +271,27 @@ def hooked(kind: type[Net], plan: str) -> Outcome:
     return train(kind, {"dp_shard": 2} if plan == "fsdp" else {"dp_replicate": 2})
 
 
-class CommonInHook(InHook):
-    """What ranks have in common, and numbers that are drawn."""
+class OwnGradients(InHook):
+    """Assigned behind a backward."""
 
     def write(self, x: Tensor) -> None:
+        """Nothing before a step."""
+
+    def on_after_backward(self) -> None:
+        self.shift.grad = torch.full((6,), float(self.global_rank))
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_so_are_gradients_of_ranks_own(plan: str, worlds: Worlds):
+    outcome = worlds(2).run(hooked, OwnGradients, plan)[0]
+    assert outcome.said("different values into the gradient of parameter shift, in training_step") == 1
+
+
+class CommonInHook(InHook):
+    """What ranks have in common, and numbers that are drawn, by generators that differ."""
+
+    def write(self, x: Tensor) -> None:
+        torch.manual_seed(self.global_rank)
         mean = self.all_gather(x.mean(0)).mean(0)
         with torch.no_grad():
             self.shift.copy_(mean).mul_(0.5).add_(0.1)
@@ -266,4 +301,6 @@ class CommonInHook(InHook):
 
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_nothing_is_said_of_what_hooks_have_in_common(plan: str, worlds: Worlds):
-    assert not worlds(2).run(hooked, CommonInHook, plan)[0].said("different values")
+    first, second = worlds(2).run(hooked, CommonInHook, plan)
+    assert not first.said("different values")
+    torch.testing.assert_close(first.parameters, second.parameters, rtol=0, atol=0)

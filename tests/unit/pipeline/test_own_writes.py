@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline import own_writes, sketches
 from lightning_autoparallel.pipeline.own_writes import OwnWrites, differing_writes
 
 
@@ -70,16 +71,56 @@ def test_a_write_into_a_copy_moves_no_others(cut: Callable[[Placement], DTensor]
 
 def test_ranks_elsewhere_differ_otherwise(cut: Callable[[Placement], DTensor]):
     one, other = (text(cut(Shard(0)), [float(value)]) for value in range(2))
-    assert differing_writes([f"the end{one}", f"parameter v{other}"]) == []
-    assert differing_writes([f"the end{one}", None]) == []
+    assert differing_writes([f"the end{one}", f"parameter v{other}"]) is None
+    assert differing_writes([f"the end{one}", None]) is None
 
 
-def test_who_reports_names_what_it_knows(cut: Callable[[Placement], DTensor]):
-    own = OwnWrites()
-    for value in (1.0, 2.0):
-        own.note(lambda: "parameter w", cut(Shard(0)), [value])
-    said = own.said_of([PLACE, "cut 1: a tensor of shape [4, 3]", "cut 2: a tensor of shape [5]"], "training_step")
-    assert "different values into parameter w, a tensor of shape [5], in training_step" in said
+def test_who_reports_names_what_it_knows_once(cut: Callable[[Placement], DTensor]):
+    own, told = OwnWrites(), []
+    for _ in range(2):
+        for value in (1.0, 2.0):
+            own.note(lambda: "parameter w", cut(Shard(0)), [value])
+        own.tell([PLACE, "cut 1: a tensor of shape [4, 3]", "cut 2: a tensor of shape [5]"], "fit", told.append)
+        own.clear()
+    assert len(told) == 1
+    assert "different values into parameter w, a tensor of shape [5], in fit" in told[0]
+    own.tell([f"cut {i}: a tensor of shape [{i}]" for i in range(10, 18)], "fit", told.append)
+    assert "a tensor of shape [14] and 3 more, in fit" in told[1]
+
+
+def test_what_one_thing_is_rounded_to_is_no_difference(cut: Callable[[Placement], DTensor]):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values -= values.mean()  # sums are small
+    one, other, third = (text(cut(Shard(0)), [v]) for v in (values, values * (1 + 1e-7), values * (1 + 1e-3)))
+    assert one != other
+    assert differing_writes([one, other]) == []
+    assert differing_writes([one, third]) == [PLACE]
+
+
+def test_objects_are_told_by_their_kind(cut: Callable[[Placement], DTensor]):
+    generators = torch.Generator(), torch.Generator()
+    one, other = (text(cut(Shard(0)), [0.5, generator, slice(1), 1j]) for generator in generators)
+    assert one == other
+
+
+@pytest.mark.parametrize("value", [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "meta"])
+def test_values_that_are_not_there_are_told_by_their_shape(value: Tensor, cut: Callable[[Placement], DTensor]):
+    assert str(list(value.shape)) in text(cut(Shard(0)), [value])
+
+
+def test_large_values_are_added_up_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
+    values = torch.arange(100.0).reshape(10, 10).t() - 50
+    whole = sketches.sketch(values)
+    assert whole[0] == values.sum() and whole[-1] == values.abs().sum()
+    monkeypatch.setattr(sketches, "_PIECE", 42)  # of which each of the strides is a divisor
+    assert torch.equal(sketches.sketch(values), whole)
+
+
+def test_of_very_many_there_is_only_a_number(cut: Callable[[Placement], DTensor], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(own_writes, "_MOST", 2)
+    same, more = text(cut(Shard(0)), [1.0], [1.0], [1.0]), text(cut(Shard(0)), [1.0], [1.0], [2.0], [1.0])
+    assert same.count("tensor of shape") == more.count("tensor of shape") == 2
+    assert differing_writes([same, more]) == ["as many in all"]
 
 
 def test_copies_count_where_a_step_takes_them_for_equal(cut: Callable[[Placement], DTensor]):
