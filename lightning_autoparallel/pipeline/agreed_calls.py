@@ -73,7 +73,7 @@ def check_agreement(
             written="" if context.control.alone else context.own_writes.text(),
         ),
     )
-    context.own_writes.tell(differing, call.name, context.warn)
+    context.own_writes.tell(differing, call.name, context.warn, context.control.gather)
     context.own_writes.clear()
 
 

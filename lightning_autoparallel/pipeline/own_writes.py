@@ -68,11 +68,21 @@ class OwnWrites:
             entries.append(("as many in all", [sum(self._counts.values())]))
         return f"{_WRITES}{json.dumps(entries)}"
 
-    def tell(self, differing: Sequence[str], step: str, warn: Callable[[str], None]) -> None:
-        """Tell a user of writes that differ, of each parameter once."""
-        mine = {write.place: write for write in self._written}
+    def tell(
+        self, differing: Sequence[str], step: str, warn: Callable[[str], None], gather: Callable[[Any], list[Any]]
+    ) -> None:
+        """Tell a user of writes that differ, of each parameter once; ``gather`` gives what every rank has.
+
+        Some of them only other ranks have made, and can name. Every rank calls it with the same ones.
+        """
         places = [place for place in differing if place not in self._told]
-        names = dict.fromkeys(mine[place].name() if place in mine else place.partition(": ")[2] for place in places)
+        if not places:
+            return
+        mine = {write.place: write for write in self._written}
+        known: dict[str, str] = {}
+        for theirs in gather({place: mine[place].name() for place in places if place in mine}):
+            known = {**theirs, **known}
+        names = dict.fromkeys(known[place] for place in places if place in known)
         new = [name for name in names if name not in self._told]
         self._told.update(places, new)
         if new:

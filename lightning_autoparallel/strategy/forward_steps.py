@@ -92,7 +92,7 @@ class ForwardSteps:
             except OtherRankError as elsewhere:
                 differing = None if elsewhere is error else differing_writes(elsewhere.places)
                 if differing is not None:
-                    writes.tell(differing, name, self.warn)
+                    writes.tell(differing, name, self.warn, control.gather)
                     return writes.clear()
                 if elsewhere is error or not self.calls.parameters.take_part(elsewhere.places):
                     raise

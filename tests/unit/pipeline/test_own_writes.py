@@ -75,17 +75,20 @@ def test_ranks_elsewhere_differ_otherwise(cut: Callable[[Placement], DTensor]):
     assert differing_writes([f"the end{one}", None]) is None
 
 
-def test_who_reports_names_what_it_knows_once(cut: Callable[[Placement], DTensor]):
+def test_who_reports_names_what_any_rank_knows_once(cut: Callable[[Placement], DTensor]):
     own, told = OwnWrites(), []
+    other = "cut 2: a tensor of shape [5]"
     for _ in range(2):
         for value in (1.0, 2.0):
             own.note(lambda: "parameter w", cut(Shard(0)), [value])
-        own.tell([PLACE, "cut 1: a tensor of shape [4, 3]", "cut 2: a tensor of shape [5]"], "fit", told.append)
+        differing = [PLACE, "cut 1: a tensor of shape [4, 3]", other]
+        own.tell(differing, "fit", told.append, lambda mine: [mine, {other: "parameter v"}])
         own.clear()
     assert len(told) == 1
-    assert "different values into parameter w, a tensor of shape [5], in fit" in told[0]
-    own.tell([f"cut {i}: a tensor of shape [{i}]" for i in range(10, 18)], "fit", told.append)
-    assert "a tensor of shape [14] and 3 more, in fit" in told[1]
+    assert "different values into parameter w, parameter v, in fit" in told[0]
+    many = {f"cut {i}: a tensor of shape [1]": f"parameter {i}" for i in range(10, 18)}
+    own.tell(list(many), "fit", told.append, lambda mine: [many])
+    assert "parameter 14 and 3 more, in fit" in told[1]
 
 
 def test_what_one_thing_is_rounded_to_is_no_difference(cut: Callable[[Placement], DTensor]):
