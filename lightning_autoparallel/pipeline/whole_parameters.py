@@ -311,7 +311,6 @@ class WholeParameters(TorchFunctionMode):
         """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
         self.forget()
         if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            self.wrote(target, [value], "" if func == _SET_DATA else "the gradient of ")
             value = cut_like(value, target)
         elif isinstance(value, DTensor) and not isinstance(target, DTensor):
             value = self._whole_of(value)
@@ -354,17 +353,16 @@ class WholeParameters(TorchFunctionMode):
 
     def _changed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: DTensor = args[0]
-        numbers = _tensors((args[1:], kwargs))
-        if name == "fill_" and numbers:  # torch has no rule for a number that is a tensor
+        values = tree_flatten((args[1:], kwargs))[0]
+        if name == "fill_" and (numbers := _tensors(values)):  # torch has no rule for a number that is a tensor
             func, name, args, kwargs = Tensor.copy_, "copy_", (target, numbers[0].expand(target.shape)), {}
-            self.wrote(target, numbers)
         if name in _ELEMENTWISE and all(_fits(leaf, target) for leaf in _tensors((args, kwargs))):
 
             def cut(leaf: Any) -> Any:
                 is_whole = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
                 return cut_like(leaf, target) if is_whole else leaf
 
-            self.wrote(target, [leaf for leaf in tree_flatten((args[1:], kwargs))[0] if not _is_expanded(leaf)])
+            self.wrote(target, values)
             return func(*tree_map(cut, args), **tree_map(cut, kwargs))
         whole = self._gather(target.detach())
         func(whole, *tree_map(self._whole_of, args[1:]), **tree_map(self._whole_of, kwargs))
@@ -419,11 +417,6 @@ def _has_dtensor(values: Sequence[Any]) -> bool:
     return any(
         isinstance(value, DTensor) or (isinstance(value, (list, tuple)) and _has_dtensor(value)) for value in values
     )
-
-
-def _is_expanded(leaf: Any) -> bool:
-    """Whether it is one number in the place of many, which was noted as such."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not any(leaf.stride())
 
 
 def _tensors(value: Any) -> list[Tensor]:

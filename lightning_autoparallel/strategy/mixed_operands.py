@@ -102,13 +102,14 @@ class MixedOperands(TorchFunctionMode):
             try:
                 with self._operators.during("shards"):
                     result = func(*args, **kwargs)
-                self._note(name, args, kwargs)
-                return result
             except NeedsWhole:
                 pass
             except (RuntimeError, NotImplementedError) as error:
                 if not any(text in str(error) for text in _FOR_NO_SHARDS):
                     raise
+            else:
+                self._note(name, args, kwargs)
+                return result
             self._begin(name)
         return self._whole(func, (), args, kwargs)
 

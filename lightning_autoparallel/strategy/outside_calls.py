@@ -40,6 +40,7 @@ class OutsideCalls:
         self._module = engine.module
         self._control = context.control
         self._parameters = WholeParameters(engine.module, context.mesh, context.control, writes=context.own_writes)
+        context.own_writes.clear()  # what an earlier training wrote nobody will compare
         self._own: set[int] = set()
         self._inside = False
         self._hook_mode: MixedOperands | None = None

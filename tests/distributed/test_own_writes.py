@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
 import pytest
@@ -97,18 +96,16 @@ class NoSuchRow(Scaled):
 
 
 def test_a_row_that_is_not_there_is_an_error_on_all_ranks(worlds: Worlds):
-    for error, seconds in worlds(2).run(wrong_row):
+    for error in worlds(2).run(wrong_row, timeout_s=60):  # a rank that waits for the other is an error here
         assert "index out of range" in error
-        assert seconds < 30
 
 
-def wrong_row() -> tuple[str, float]:
-    start = time.monotonic()
+def wrong_row() -> str:
     try:
         train(NoSuchRow, {"dp_shard": 2})
     except (AutoParallelError, IndexError) as error:
-        return str(error), time.monotonic() - start
-    return "no error", time.monotonic() - start
+        return str(error)
+    return "no error"
 
 
 class Writes(Net):
@@ -155,7 +152,16 @@ class Number(Writes):
         self.shift.fill_(float(x.mean()))
 
 
+class Expanded(Writes):
+    """A number in the place of many."""
+
+    @torch.no_grad()
+    def write(self, x: Tensor, y: Tensor) -> None:
+        self.shift.copy_(x.mean().expand(6))
+
+
 OWN = {
+    Expanded: "parameter shift",
     Writes: "parameter shift",
     Data: "parameter shift",
     Rows: "parameter table",

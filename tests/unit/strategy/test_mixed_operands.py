@@ -31,14 +31,14 @@ class Computing:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.said: list[str] = []
-        self.written: list[tuple[int, ...]] = []
+        self.written: list[tuple[torch.Size, list[Any]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
         self.names.append(func.__name__)
         return torch.zeros(3, 4)
 
     def wrote(self, target: torch.Tensor, values: Any) -> None:
-        self.written.append(tuple(target.shape))
+        self.written.append((target.shape, list(values)))
 
     def forget(self) -> None:
         self.said.append("forgotten")
@@ -91,6 +91,23 @@ def left(call: Any, is_inside: bool = False) -> list[str]:
 )
 def test_calls_of_both_and_calls_that_shards_cannot_be_given_are_left(call, names: list[str], sharded: DTensor):
     assert left(lambda: call(sharded)) == names
+
+
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [
+        (lambda x: x.mul_(2.0), [2.0]),
+        (lambda x: nn.init.constant_(x, 3.0), [3.0]),
+        (lambda x: torch._foreach_mul_([x], 4.0), [4.0]),
+        (lambda x: x.mul(2.0), None),
+        (lambda x: torch.ones(3, 4).add_(torch.ones(4)), None),
+    ],
+)
+def test_what_is_written_into_shards_as_they_are_is_noted(call, values: list[float] | None, sharded: DTensor):
+    computing = Computing()
+    with torch.no_grad(), MixedOperands(computing, lambda name: None, lambda: False):  # type: ignore[arg-type]
+        call(sharded)
+    assert computing.written == ([] if values is None else [(sharded.shape, values)])
 
 
 def test_nothing_is_done_in_steps_and_where_torch_is_told_to_replicate(sharded: DTensor):
