@@ -11,8 +11,14 @@ from lightning_autoparallel.cost.collective import collective_time_us, moving_ti
 from lightning_autoparallel.cost.compute import graph_times_us, node_time_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
-from lightning_autoparallel.cost.timeline import Timeline, link_uses, node_collective_time_us, predict_timeline
-from lightning_autoparallel.cost.traffic import Shares, shared_links
+from lightning_autoparallel.cost.timeline import (
+    Timeline,
+    link_uses,
+    node_collective_time_us,
+    predict_timeline,
+    sendings_of,
+)
+from lightning_autoparallel.cost.traffic import Sending, Shares, shared_links
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
@@ -79,6 +85,14 @@ class CostModel:
     def link_shares(self, graph: fx.Graph) -> Shares:
         """What groups' collectives take of links that they could want more than all of together."""
         return shared_links(link_uses(graph), self.groups, self.hardware)
+
+    def sendings(self, graph: fx.Graph, times_us: Mapping[fx.Node, float]) -> dict[fx.Node, Sending]:
+        """What each collective of ``graph`` asks of links; ``times_us`` may hold what it takes alone.
+
+        Raises:
+            UnsupportedOpError: nothing is known of a kind or a process group.
+        """
+        return sendings_of(graph, self.hardware, self.groups, times_us)
 
     def saturating_bytes(self, kind: str, group_name: str, fraction: float = 0.9) -> int:
         """The size (of the larger side) from which a collective reaches ``fraction`` of its group's bandwidth.

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from lightning_autoparallel.contracts import TimelineEvent
-from lightning_autoparallel.cost.collective import Link, collective_time_us, moving_time_us
+from lightning_autoparallel.cost.collective import collective_time_us, moving_time_us
 from lightning_autoparallel.cost.compute import graph_times_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
-from lightning_autoparallel.cost.traffic import Running, Traffic, Use, shared_links
+from lightning_autoparallel.cost.streams import COMPUTE, Span, Streams
+from lightning_autoparallel.cost.traffic import Sending, Use, shared_links
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 
-Span = tuple[str, float, float]  # stream, begin and duration in microseconds
-COMPUTE = "compute"  # the stream of everything but collectives; theirs have the names of their process groups
+__all__ = ["COMPUTE", "Span", "Timeline", "predict_timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +69,44 @@ def predict_timeline(
         UnsupportedOpError: an operator or a process group of which nothing is known.
         ConfigError: the hardware has no peak for the dtype of a matrix product.
     """
-    shares = shared_links(link_uses(graph), groups, hardware)
-    streams = _Streams(hardware)
     if times_us is None:
         times_us = graph_times_us(graph, hardware)
+    streams, sendings = Streams(hardware), sendings_of(graph, hardware, groups, times_us)
     for node in graph.nodes:
         if fxn.is_wait(node):
             streams.wait(node)
-        elif fxn.collective_kind(node):
-            # A call that only starts a collective takes no time itself.
-            time_us = times_us.get(node) or node_collective_time_us(node, hardware, groups)
-            own = shares[use_of(node)]
-            moving_us = min(_moving_us(node, hardware, groups), time_us) if own else time_us
-            streams.communicate(node, time_us, moving_us, own)
+        elif node in sendings:
+            streams.communicate(node, sendings[node])  # a call that only starts a collective takes no time itself
         elif times_us[node]:
             streams.compute(node, times_us[node])
-    return streams.timeline()
+    streams.finish()
+    time_us = max((start_us + duration_us for _, start_us, duration_us in streams.spans.values()), default=0.0)
+    return Timeline(
+        time_us=time_us,
+        compute_us=streams.busy_us,
+        communication_us=sum(sending.time_us for sending in sendings.values()),
+        exposed_us=time_us - streams.busy_us,
+        spans=streams.spans,
+        stalls_us=streams.stalls_us,
+    )
+
+
+def sendings_of(
+    graph: fx.Graph, hardware: HardwareSpec, groups: Mapping[str, GroupShape], times_us: Mapping[fx.Node, float]
+) -> dict[fx.Node, Sending]:
+    """What each collective of a graph asks of links; ``times_us`` may hold what it takes alone.
+
+    Raises:
+        UnsupportedOpError: nothing is known of a kind or a process group.
+    """
+    shares = shared_links(link_uses(graph), groups, hardware)
+    sendings = {}
+    for node in fxn.collectives_of(graph):
+        time_us = times_us.get(node) or node_collective_time_us(node, hardware, groups)
+        own = shares[use_of(node)]
+        moving_us = min(_moving_us(node, hardware, groups), time_us) if own else time_us
+        sendings[node] = Sending(latency_us=time_us - moving_us, moving_us=moving_us, shares=own)
+    return sendings
 
 
 def node_collective_time_us(node: fx.Node, hardware: HardwareSpec, groups: Mapping[str, GroupShape]) -> float:
@@ -115,77 +137,3 @@ def _moving_us(node: fx.Node, hardware: HardwareSpec, groups: Mapping[str, Group
     """Of its bytes, latency apart."""
     group, kind = use_of(node)
     return moving_time_us(kind, fxn.collective_size_bytes(node), groups[group], hardware)
-
-
-class _Streams:
-    def __init__(self, hardware: HardwareSpec) -> None:
-        self._beside = hardware.overlap_pace  # of collectives, while something computes
-        self._computing = 1 - hardware.overlap_share * hardware.overlap_pace  # its pace, while a collective runs
-        self._clock_us = 0.0  # of the compute stream
-        self._traffic = Traffic()
-        self._done: set[fx.Node] = set()
-        self._busy_us = self._communication_us = 0.0
-        self._spans: dict[str, Span] = {}  # by node, in the graph's order
-        self._stalls_us: dict[str, float] = {}
-
-    def compute(self, node: fx.Node, duration_us: float) -> None:
-        start_us, left_us = self._clock_us, duration_us
-        while (beside_us := self._next_done_us(self._beside)) is not None and left_us > self._computing * beside_us:
-            self._pass(beside_us, self._beside)
-            left_us -= self._computing * beside_us
-        if beside_us is None:
-            self._clock_us += left_us
-        elif left_us:
-            self._pass(left_us / self._computing, self._beside)
-        taken_us = self._clock_us - start_us
-        self._busy_us += taken_us
-        self._add(node, COMPUTE, start_us)
-
-    def communicate(self, node: fx.Node, duration_us: float, moving_us: float, shares: Mapping[Link, float]) -> None:
-        self._communication_us += duration_us
-        self._add(node, fxn.group_of(node), self._clock_us)
-        latency_us = duration_us - moving_us
-        running = Running(node=node, latency_us=latency_us, moving_us=moving_us, start_us=self._clock_us, shares=shares)
-        self._traffic.start(fxn.group_of(node), running)
-        self._pass(0.0, 1.0)  # one that takes no time is done
-
-    def wait(self, node: fx.Node) -> None:
-        collective, since_us = fxn.waited_collective(node), self._clock_us
-        while collective is not None and collective not in self._done:
-            self._until_next()
-        if collective is not None and self._clock_us > since_us:
-            self._stalls_us[collective.name] = self._clock_us - since_us
-
-    def _until_next(self) -> None:
-        next_us = self._next_done_us(1.0)
-        assert next_us is not None, "what is waited for was started"
-        self._pass(next_us, 1.0)
-
-    def _next_done_us(self, pace: float) -> float | None:
-        """Microseconds until the next collective is done, or shares a link; None while none runs."""
-        next_us = self._traffic.next_us()
-        return None if next_us is None else next_us / pace
-
-    def _pass(self, time_us: float, pace: float) -> None:
-        """Let time go by in which every first collective of a group goes on at this pace."""
-        self._clock_us += time_us
-        for group, running in self._traffic.go_on(time_us * pace, self._clock_us):
-            self._done.add(running.node)
-            self._add(running.node, group, running.start_us)
-
-    def _add(self, node: fx.Node, stream: str, start_us: float) -> None:
-        """From then until now."""
-        self._spans[node.name] = stream, start_us, self._clock_us - start_us
-
-    def timeline(self) -> Timeline:
-        while not self._traffic.is_over:
-            self._until_next()
-        time_us = max((start_us + duration_us for _, start_us, duration_us in self._spans.values()), default=0.0)
-        return Timeline(
-            time_us=time_us,
-            compute_us=self._busy_us,
-            communication_us=self._communication_us,
-            exposed_us=time_us - self._busy_us,
-            spans=self._spans,
-            stalls_us=self._stalls_us,
-        )

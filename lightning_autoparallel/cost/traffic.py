@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -34,6 +34,20 @@ def shared_links(uses: Iterable[Use], groups: Mapping[str, GroupShape], hardware
             wanted[group] = max(share, wanted.get(group, 0.0))
     crowded = {link for link, wanted in most.items() if len(wanted) > 1 and sum(wanted.values()) > _ALL}
     return {use: {link: own[link] for link in own if link in crowded} for use, own in shares.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending:
+    """What a collective takes alone: latency, then the moving of its bytes, with its ``shares`` of crowded links."""
+
+    latency_us: float
+    moving_us: float
+    shares: Mapping[Link, float] = field(default_factory=dict)
+
+    @property
+    def time_us(self) -> float:
+        """All that it takes alone."""
+        return self.latency_us + self.moving_us
 
 
 @dataclass(kw_only=True)
@@ -78,9 +92,20 @@ class Traffic:
 
     queues: dict[str, deque[Running]] = field(default_factory=dict)
 
-    def start(self, group: str, running: Running) -> None:
+    def start(self, group: str, node: fx.Node, sending: Sending, now_us: float) -> None:
         """Have one run behind those of its group."""
+        latency_us, moving_us, shares = sending.latency_us, sending.moving_us, sending.shares
+        running = Running(node=node, latency_us=latency_us, moving_us=moving_us, start_us=now_us, shares=shares)
         self.queues.setdefault(group, deque()).append(running)
+
+    def ends_us(self, now_us: float) -> dict[fx.Node, float]:
+        """When each would be done, if nothing else were started and nothing slowed them down."""
+        ahead = Traffic({group: deque(map(replace, queue)) for group, queue in self.queues.items() if queue})
+        ends_us: dict[fx.Node, float] = {}
+        while (next_us := ahead.next_us()) is not None:
+            now_us += next_us
+            ends_us |= dict.fromkeys((running.node for _, running in ahead.go_on(next_us, now_us)), now_us)
+        return ends_us
 
     @property
     def is_over(self) -> bool:

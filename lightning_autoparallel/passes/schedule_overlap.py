@@ -111,7 +111,7 @@ class _Ordering:
         self._graph, self._costs, self._times_us, self._around = graph, costs, times_us, around
         self._storages = resolve_storages(graph, around.same)
         self._nodes = list(graph.nodes)[:-1]
-        self.calls = read_calls(graph, times_us)
+        self.calls = read_calls(graph, costs, times_us)
         self._best = self._before = costs.timeline(graph, times_us)
         self.memory = predict_memory(graph, surroundings=around, storages=self._storages)
         self._tried: _Tried | None = None

@@ -8,7 +8,10 @@ from itertools import accumulate
 
 from torch import fx
 
+from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.flops import counts_flops
+from lightning_autoparallel.cost.hardware import HardwareSpec
+from lightning_autoparallel.cost.traffic import Sending
 from lightning_autoparallel.fx import nodes as fxn
 
 
@@ -18,7 +21,8 @@ class Calls:
 
     ``times_us`` are microseconds on the stream that each runs on. ``needs`` are the nodes that must come before,
     ``heavy`` matrix products and attention. ``leading`` are calls that a collective other than a gradient's reduction
-    depends on: what is not leading may run late. ``feeding`` only makes what parameters are gathered from.
+    depends on: what is not leading may run late. ``feeding`` only makes what parameters are gathered from. ``sendings``
+    are the collectives, with what they ask of links.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -29,9 +33,11 @@ class Calls:
     heavy_before: tuple[int, ...]  # by place
     leading: frozenset[fx.Node]
     feeding: frozenset[fx.Node]
+    sendings: Mapping[fx.Node, Sending]
+    hardware: HardwareSpec
 
 
-def read_calls(graph: fx.Graph, times_us: Mapping[fx.Node, float]) -> Calls:
+def read_calls(graph: fx.Graph, costs: CostModel, times_us: Mapping[fx.Node, float]) -> Calls:
     """The facts of ``graph``, whose calls take ``times_us`` on the stream that each runs on."""
     nodes = tuple(node for node in graph.nodes if node.op != "output")
     heavy = frozenset(filter(is_heavy, nodes))
@@ -44,6 +50,8 @@ def read_calls(graph: fx.Graph, times_us: Mapping[fx.Node, float]) -> Calls:
         heavy_before=tuple(accumulate((node in heavy for node in nodes), initial=0)),
         leading=_leading(nodes),
         feeding=_feeding(nodes),
+        sendings=costs.sendings(graph, times_us),
+        hardware=costs.hardware,
     )
 
 

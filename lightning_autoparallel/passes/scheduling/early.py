@@ -64,10 +64,10 @@ class _Finder:
                     self._needed_us[collective] = clock.now_us
                     self.exposed.append(collective)
             clock.run(node)
-            if fxn.collective_kind(node):
-                done_us = clock.done_us(node)
-                self._interval[node] = (done_us - self._calls.times_us[node], done_us)
-                self._busy_us.setdefault(fxn.group_of(node), []).append(self._interval[node])
+        clock.finish()
+        for node in self._calls.sendings:
+            self._interval[node] = clock.interval_us(node)
+            self._busy_us.setdefault(fxn.group_of(node), []).append(self._interval[node])
 
     def bring_forward(self, collective: fx.Node) -> None:
         """Find the latest place that hides it, and reserve its group for it from there on."""

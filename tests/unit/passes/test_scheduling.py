@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from torch import fx
 
+from lightning_autoparallel.cost import CostModel, GroupShape
 from lightning_autoparallel.cost.liveness import Surroundings, predict_memory
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.in_order import reorder
@@ -16,8 +17,10 @@ from lightning_autoparallel.passes.scheduling import ScheduleOptions, read_calls
 from lightning_autoparallel.passes.scheduling.early import Room, early_places
 from lightning_autoparallel.passes.scheduling.live import LiveBytes
 from lightning_autoparallel.torch_compat import collectives
-from tests.unit.cost._graphs import Builder, aten
+from tests.unit.cost._graphs import ROUND, Builder, aten
 from tests.unit.passes.reductions import COSTS, WIDTH, random_graph, reduce_over
+
+UNHURRIED = {"max_compute_prefetch": 100, "put_off": 0, "limit_bytes": 10**9}
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["waited for itself", "a view of it waited for"])
@@ -34,7 +37,7 @@ def test_what_needs_a_running_collective_does_not_start_before_that_is_done(
     whole = build.call(aten.view.default, build.wait(view), [8 * WIDTH, WIDTH])
     second = build.gather(build.call(aten.slice.Tensor, whole, 0, 0, WIDTH // 2), 2, "tp")
     graph = build.output(build.call(aten.mm.default, build.wait(second), work[-1]))
-    calls = read_calls(graph, COSTS.all_times_us(graph))
+    calls = read_calls(graph, COSTS, COSTS.all_times_us(graph))
     assert 2 < calls.times_us[first] / calls.times_us[work[0]] < 3
     found = early_places(calls, 50, _unlimited(graph)).get(second)
     assert found == (None if place is None else calls.place[work[place]])
@@ -52,7 +55,9 @@ def _scheduled(graph: fx.Graph, extra_bytes: int) -> tuple[int, int]:
     options = ScheduleOptions(max_compute_prefetch=50, put_off=16, limit_bytes=limit_bytes)
     reorder(
         graph,
-        schedule(read_calls(graph, COSTS.all_times_us(graph)), LiveBytes(graph, around), options, memory.live_bytes),
+        schedule(
+            read_calls(graph, COSTS, COSTS.all_times_us(graph)), LiveBytes(graph, around), options, memory.live_bytes
+        ),
     )
     graph.lint()
     return predict_memory(graph, surroundings=around).peak_bytes, memory.peak_bytes
@@ -99,7 +104,7 @@ def _order_within(graph: fx.Graph, limit_bytes: float) -> tuple[list[str], float
     """Names in the order of a limit, and the least that was refused."""
     options = ScheduleOptions(max_compute_prefetch=50, put_off=16, limit_bytes=int(limit_bytes))
     live, memory = LiveBytes(graph, Surroundings()), predict_memory(graph, surroundings=Surroundings())
-    order = schedule(read_calls(graph, COSTS.all_times_us(graph)), live, options, memory.live_bytes)
+    order = schedule(read_calls(graph, COSTS, COSTS.all_times_us(graph)), live, options, memory.live_bytes)
     return [node.name for node in order], live.refused_bytes
 
 
@@ -144,6 +149,27 @@ def test_an_exposed_wait_is_filled_from_behind_it():
     graph = build.output(used, later)
     _scheduled(graph, extra_bytes=10**9)
     assert started.all_input_nodes[0] < reduced < used
+
+
+@pytest.mark.parametrize("crowded", [False, True], ids=["alone", "beside another group"])
+def test_a_wait_on_a_crowded_link_is_filled_for_longer(crowded: bool):
+    """Groups of two ranks share the link inside of a node: each sum takes twice as long while both are under way."""
+    build = Builder()
+    wide = build.input(40 * WIDTH, WIDTH)
+    started = [build.valued(wide.meta["val"], collectives.ALL_REDUCE, wide, "sum", group) for group in ("tp", "dp")]
+    waited = build.wait(started[0])
+    used = build.call(aten.neg.default, waited)
+    x = build.input(WIDTH, WIDTH)
+    work = [build.call(aten.mm.default, x, build.input(WIDTH, WIDTH)) for _ in range(60)]
+    graph = build.output(used, *work, build.wait(started[1]))
+    groups = {"tp": GroupShape(ranks=2), "dp": GroupShape(ranks=2, nodes=1 if crowded else 2)}
+    costs = CostModel(hardware=ROUND, groups=groups)
+    times_us = costs.all_times_us(graph)
+    live, options = LiveBytes(graph, Surroundings()), ScheduleOptions(**UNHURRIED)
+    reorder(graph, schedule(read_calls(graph, costs, times_us), live, options, [0] * len(graph.nodes)))
+    held_us = times_us[started[0]] * (2 if crowded else 1)
+    filled_us = sum(times_us[node] for node in work if node < waited)
+    assert filled_us == pytest.approx(held_us, abs=times_us[work[0]]) and work[-1] > waited
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["used", "gathered"])
