@@ -124,8 +124,13 @@ class FoundPlan:
         return kept(self.question, self.document, self.notes)
 
     def is_awaited(self, context: StageContext) -> bool:
-        """Whether a plan is yet to be found, at a whole step or after one that runs its own Python."""
-        return self.is_open and context.config.plan.base == AUTO and context.mesh.device_mesh.size() > 1
+        """Whether a plan is yet to be found, at a whole step or after one that runs its own Python.
+
+        For one rank that is what is recomputed, and whether it fits, where either was asked for.
+        """
+        config = context.config
+        asks = config.activation_checkpointing == AUTO or config.memory_budget_gib is not None
+        return self.is_open and config.plan.base == AUTO and (asks or context.mesh.device_mesh.size() > 1)
 
     def is_due(self, context: StageContext, call: StepCall) -> bool:
         """Whether a call that is about to be captured is the one that the plan is found for."""

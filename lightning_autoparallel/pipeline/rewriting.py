@@ -183,7 +183,7 @@ class StepRewriting:
         """
         policy = self._context.recomputing
         by_kind = isinstance(policy, str) and bool(policies_by_kind(policy))
-        is_found = by_kind and self._context.config.activation_checkpointing == AUTO
+        is_found = self._context.config.activation_checkpointing == AUTO
         if not (is_found or (by_kind and self._is_part)):
             self._context.warn_once(message)
 

@@ -13,7 +13,7 @@ from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.pipeline.fastest_plan import KEEPING, Answer
 from lightning_autoparallel.pipeline.staying import told_of_staying
-from lightning_autoparallel.plan import make_plans, plan_document
+from lightning_autoparallel.plan import first_spec, make_plans, plan_document
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -68,14 +68,15 @@ def _answers(
     )
     answers = []
     for plan in plans:
-        assert plan.found is not None
-        document = plan_document(captured, plan, plan.found, context.mesh)
+        # On one rank there is nothing to place: what was asked for is whether it fits, and what is recomputed.
+        spec = plan.found or first_spec(context.config.plan, context.mesh)
+        document = plan_document(captured, plan, spec, context.mesh)
         unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
         keeps = (_KEEPS,) if plan.keeps_gathered else ()
         notes = (*plan.notes, *keeps, *told_of_staying(context.found.pins), *unknown)
         answers.append(
             Answer(
-                spec=plan.found,
+                spec=spec,
                 document=document,
                 notes=notes,
                 explain=plan.explain,

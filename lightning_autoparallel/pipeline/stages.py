@@ -80,9 +80,9 @@ class StageContext:
 
     @property
     def checkpointing(self) -> str | CheckpointFunction:
-        """What backwards recompute where no plan is found: for ``auto`` what that of a file does, or else nothing."""
+        """What backwards recompute where no plan is found: for ``auto`` what that of a file does, else all blocks."""
         policy = self.config.activation_checkpointing
-        return (self.config.plan.recomputes or "none") if policy == AUTO else policy
+        return (self.config.plan.recomputes or "full") if policy == AUTO else policy
 
     @property
     def recomputing(self) -> str | CheckpointFunction:

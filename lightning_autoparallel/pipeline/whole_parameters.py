@@ -194,7 +194,9 @@ class WholeParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("backward", "grad") and not self._paused and not isinstance(func, GetSetDescriptorType):
-            return (self._owed.backward if name == "backward" else self._owed.gradients)(func, args, kwargs)
+            return (
+                self._backward(func, args, kwargs) if name == "backward" else self._owed.gradients(func, args, kwargs)
+            )
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
             return func(*args, **kwargs)
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
@@ -210,6 +212,14 @@ class WholeParameters(TorchFunctionMode):
         if changes_first(name) and _has_dtensor(args[:1]):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
+
+    def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gradients add up where they lie, and hooks may step optimizers: what was gathered before is old."""
+        self.forget()
+        try:
+            self._owed.backward(func, args, kwargs)
+        finally:
+            self.forget()
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole, rest = self._whole_of(args[1]), tree_map(self._whole_of, (args[2:], kwargs))

@@ -109,6 +109,26 @@ class Impossible(Called):
     strategy: ClassVar[Mapping[str, Any]] = {**Called.strategy, "memory_budget_gib": 1e-6}
 
 
+class Recomputed(Impossible):
+    """What is recomputed was to be found with the plan, of blocks within the call of one module."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {**Impossible.strategy, "activation_checkpointing": "auto"}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(self.layers(self.net(x)).mean(1)), y)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        reports = self.trainer.strategy.reports if self.trainer.world_size > 1 else {}
+        peaks = [report.predicted_peak_bytes for name, report in reports.items() if name.endswith(":layers")]
+        self.seen["peak"] = peaks and max(peaks)
+
+
+class Saved(Recomputed):
+    strategy: ClassVar[Mapping[str, Any]] = {**Impossible.strategy, "activation_checkpointing": "none"}
+
+
 class Uncaptured(Called):
     """Every module reads a value, which no graph can."""
 
@@ -195,6 +215,16 @@ def test_where_no_plan_is_found_the_training_goes_on(kind: type[Called], reason:
     outcome = compare(kind, {"dp_shard": 2}, worlds)
     (told,) = [text for text in outcome.warnings if "plan 'auto'" in text]
     assert "as plan 'fsdp' has them" in told and reason in told
+
+
+def test_where_no_plan_is_found_all_is_recomputed_that_was_left_open(worlds: Worlds) -> None:
+    """Who leaves it open wants what fits: saving everything is what takes most."""
+    outcome = compare(Recomputed, {"dp_shard": 2}, worlds)
+    assert outcome.said("and backwards recompute every block") == 1
+    assert not outcome.said("has no effect"), "of what nobody wrote"
+    saved = compare(Saved, {"dp_shard": 2}, worlds)
+    assert outcome.extra["peak"] < saved.extra["peak"]
+    assert not saved.said("recompute every block")
 
 
 class Anyhow(Called):

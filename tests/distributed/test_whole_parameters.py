@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -171,3 +173,34 @@ def test_asked_gradients_are_the_mean_over_ranks(worlds: Worlds) -> None:
     for sharded in (True, False):
         for found in worlds(2).run(asked_gradients, sharded):
             torch.testing.assert_close(found, [weight, torch.zeros(5, 3), bias])
+
+
+def read_between(sharded: bool) -> list[Tensor]:
+    """The gradient and the weight as the step reads them around two backwards; a hook updates one parameter in each."""
+    module, whole = _sharded(torch.distributed.get_world_size(), sharded)
+    return _read_between(module, _rows(torch.distributed.get_rank()), whole)
+
+
+def _read_between(module: nn.Module, x: Tensor, mode: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+            parameter.grad = None
+
+    seen = []
+    module.other.register_post_accumulate_grad_hook(update)
+    with mode:
+        for scale in (1.0, 2.0):
+            loss = F.linear(x, module.weight * module.other).sum() * scale
+            (loss.backward if scale == 1.0 else partial(torch.autograd.backward, loss))()
+            seen += [module.weight.grad.clone() * 1.0, module.other.detach() * 1.0]
+    return seen
+
+
+def test_what_is_read_between_two_backwards_is_what_it_is_then(worlds: Worlds) -> None:
+    x = sum(_rows(rank) for rank in range(2)) / 2
+    expected = _read_between(_module(), x, contextlib.nullcontext())
+    assert not torch.equal(expected[0], expected[2]) and not torch.equal(expected[1], expected[3])
+    for sharded in (True, False):
+        for found in worlds(2).run(read_between, sharded):
+            torch.testing.assert_close(found, expected)

@@ -108,6 +108,19 @@ def test_as_little_is_recomputed_as_fits() -> None:
     assert policies == ["none", "layer:2"], "selective keeps of a perceptron what full does"
 
 
+def test_one_rank_recomputes_what_it_must_too() -> None:
+    """There is nothing to place, but a budget to keep to."""
+    alone: dict[str, Any] = {"rows": 2**13 // 8, "world_size": 1, "mesh": {"dp_shard": 1}}
+    policies = []
+    for budget in (80.0, 0.32):
+        report = found(budget, activation_checkpointing="auto", **alone)
+        assert report.training_peak_bytes is not None and report.training_peak_bytes <= budget * GIB
+        policies += [note.rpartition(" ")[2] for note in said(report)] or ["none"]
+    assert policies[0] == "none" != policies[1]
+    with pytest.raises(InfeasiblePlanError, match=r"activation_checkpointing .selective."):
+        found(0.32, **alone)
+
+
 def test_gradients_that_add_up_take_room() -> None:
     """Those of earlier micro-batches, a copy more: where memory was just enough for one, more is shared out."""
     again: dict[str, Any] = {"rows": 64, "reshard_after_forward": True}
