@@ -6,9 +6,10 @@ Not before, as ranks may use other parameters, or in another order, and would wa
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
-from lightning_autoparallel.torch_compat.autograd import final
+from lightning_autoparallel.torch_compat.autograd import final, gradients_held
 from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
 from lightning_autoparallel.torch_compat.interception import without_function_modes
 
@@ -76,29 +77,49 @@ class OwedGradients:
         alive = self._control.any([leaf() is not None for _, leaf in self._owed])
         self._owed = [pair for pair, is_alive in zip(self._owed, alive, strict=True) if is_alive]
 
-    def backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``Tensor.backward``; leaves follow the parameters that it is asked for, and parameters get what is owed."""
+    def backward(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hooked: Sequence[DTensor] = (),
+    ) -> None:
+        """``Tensor.backward``; leaves follow the parameters that it is asked for, and parameters get what is owed.
+
+        Those that are ``hooked`` get all of it at once, as hooks are given the sum.
+        """
         asked = kwargs.get("inputs")
         if asked is not None:
             asked = [asked] if isinstance(asked, Tensor) else list(asked)
             kwargs = {**kwargs, "inputs": [*asked, *(leaf for tensor in asked for leaf in self._leaves_of(tensor))]}
         owed = [(parameter, leaf()) for parameter, leaf in self._owed]  # graphs let go of their leaves
-        function(*args, **kwargs)
-        for parameter, gradient in self._backwards.end():
-            if asked is None or any(parameter is tensor for tensor in asked):
+        with gradients_held(hooked) as held:
+            function(*args, **kwargs)
+        joined = [
+            (parameter, gradient)
+            for parameter, gradient in self._backwards.end()
+            if asked is None or any(parameter is tensor for tensor in asked)
+        ]
+        for parameter, gradient in itertools.chain(joined, self._of_leaves(owed)):
+            if id(parameter) in held:
+                held[id(parameter)].append(gradient)
+            else:
                 torch.autograd.backward([parameter], [gradient])
-        self._settle(owed)
+        for parameter in hooked:
+            if came := held[id(parameter)]:
+                with without_function_modes():
+                    total = sum(came[1:], came[0])
+                torch.autograd.backward([parameter], [total])
 
-    def _settle(self, owed: Sequence[tuple[DTensor, Tensor | None]]) -> None:
-        """Parameters get the gradients of their leaves, if any rank has one."""
+    def _of_leaves(self, owed: Sequence[tuple[DTensor, Tensor | None]]) -> Iterator[tuple[DTensor, Tensor]]:
+        """What parameters get of their leaves, if any rank has something."""
         used = self._control.any([leaf is not None and leaf.grad is not None for _, leaf in owed])
         for (parameter, leaf), is_used in zip(owed, used, strict=True):
             if is_used:
                 gradient = None if leaf is None else leaf.grad
                 if leaf is not None:
                     leaf.grad = None
-                reduced = self._addend(parameter, self._reduced(parameter, gradient))
-                torch.autograd.backward([parameter], [reduced])
+                yield parameter, self._addend(parameter, self._reduced(parameter, gradient))
 
     def gradients(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``torch.autograd.grad``, of parameters with what came by their leaves."""

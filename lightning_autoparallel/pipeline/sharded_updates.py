@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_autoparallel.apply.params import from_first_rank
 from lightning_autoparallel.pipeline.owed_gradients import cut_like
+from lightning_autoparallel.torch_compat.autograd import is_replaced_step
 from lightning_autoparallel.torch_compat.dispatch import TorchDispatchMode, is_random, shows_argument, written
 from lightning_autoparallel.torch_compat.schemas import named_arguments
 from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
@@ -54,7 +55,12 @@ _BY_TORCH_UNFUSED = {torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD}
 
 
 def needs_no_help(optimizer: Optimizer) -> bool:
-    """Whether an optimizer works on shards as it is: element by element, by operators for which torch has rules."""
+    """Whether an optimizer works on shards as it is: element by element, by operators for which torch has rules.
+
+    Not where a function of somebody's has taken the place of its step.
+    """
+    if is_replaced_step(optimizer):
+        return False
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     return type(optimizer) in _BY_TORCH or (type(optimizer) in _BY_TORCH_UNFUSED and not is_fused)
 

@@ -25,9 +25,11 @@ from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
 from lightning_autoparallel.pipeline.backward_calls import END, BackwardCalls
+from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
 from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients, cut_like, mean_over_shards
 from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
+from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import is_wrapped, without_function_modes, without_transforms
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
@@ -217,7 +219,11 @@ class WholeParameters(TorchFunctionMode):
         """Gradients add up where they lie, and hooks may step optimizers: what was gathered before is old."""
         self.forget()
         try:
-            self._owed.backward(func, args, kwargs)
+            hooked = [
+                p for p in self._module.parameters() if isinstance(p, DTensor) and p.requires_grad and has_hooks(p)
+            ]
+            with hooks_on_shards(hooked):
+                self._owed.backward(func, args, kwargs, hooked)
         finally:
             self.forget()
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import LightningModule, grad_norm
 from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.pipeline import StepEngine
+from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
@@ -71,7 +73,7 @@ class OutsideCalls:
     def backward(self) -> Iterator[None]:
         """Around the backward of a step; what a module's own ``backward`` does beside it is done as in hooks."""
         is_own = type(self._module).backward is not LightningModule.backward  # type: ignore[attr-defined]
-        with self._hook("backward") if is_own else self.inside():
+        with self._hook("backward") if is_own else self.inside(), hooks_on_shards(self._module.parameters()):
             yield
 
     def _call(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,11 +86,12 @@ class OutsideCalls:
             return original(module, *args, **kwargs)
 
     @contextlib.contextmanager
-    def optimizing(self) -> Iterator[None]:
-        """Around steps of optimizers, which a hook may call."""
+    def optimizing(self, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Around steps of optimizers, which a hook may call; hooks of this ``optimizer`` are not."""
         mode, self._hook_mode = self._hook_mode, None
+        hooks = hooks_on_shards([optimizer] if optimizer is not None else [])
         try:
-            with mode.left() if mode is not None else contextlib.nullcontext():
+            with mode.left() if mode is not None else contextlib.nullcontext(), hooks:
                 yield
         finally:
             self._hook_mode = mode

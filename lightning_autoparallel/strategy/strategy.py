@@ -419,7 +419,8 @@ class AutoParallelStrategy(SavingStrategy):
             return None if self._skips else steps.told_loss(optimizer, loss)
 
         around_update = self.precision_plugin.updating(updating)
-        with self._outside.optimizing(), steps.optimizing(), updates or nullcontext(), around_update:
+        around = self._outside.optimizing(None if updates else optimizer)
+        with around, steps.optimizing(), updates or nullcontext(), around_update:
             return super().optimizer_step(optimizer, run, model, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:

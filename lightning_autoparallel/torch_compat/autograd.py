@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -69,6 +69,62 @@ class Attached:
             parameter._post_accumulate_grad_hooks = self.hooks_afterwards  # type: ignore[attr-defined]
 
 
+Hook = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def hooks_replaced(holders: Iterable[Tensor | Optimizer], replaced: Callable[[Hook], Hook]) -> Iterator[None]:
+    """What was hung on gradients of tensors, or on steps of optimizers, is called as ``replaced`` has it; not twice so.
+
+    What they hang up or take down meanwhile stays so.
+    """
+    kept: list[tuple[Any, Any, Hook, Hook]] = []
+    for hooks in filter(None, map(_hooks_of, holders)):
+        for of_one in hooks:
+            for key, hook in list(of_one.items()):
+                if not getattr(hook, _REPLACED, False):
+                    other = replaced(hook)
+                    setattr(other, _REPLACED, True)
+                    kept.append((of_one, key, hook, other))
+                    of_one[key] = other
+    try:
+        yield
+    finally:
+        for of_one, key, hook, other in kept:
+            if of_one.get(key) is other:
+                of_one[key] = hook
+
+
+@contextlib.contextmanager
+def gradients_held(parameters: Iterable[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
+    """No hook of these is called, and zeros are added to their gradients: what came is told, by ids of parameters."""
+    held: dict[int, list[Tensor]] = {}
+    with contextlib.ExitStack() as stack:
+        for parameter in parameters:
+            came = held.setdefault(id(parameter), [])
+            for hooks in _hooks_of(parameter):
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
+
+            def hold(gradient: Tensor, came: list[Tensor] = came) -> Tensor:
+                came.append(gradient)
+                return torch.zeros_like(gradient)
+
+            stack.callback(parameter.register_hook(hold).remove)  # type: ignore[no-untyped-call]
+        yield held
+
+
+_REPLACED = "_autoparallel_replaced"
+
+
+def _hooks_of(holder: Tensor | Optimizer) -> list[Any]:
+    if isinstance(holder, Optimizer):
+        own = [holder._optimizer_step_pre_hooks, holder._optimizer_step_post_hooks]
+        return [hooks for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) if hooks]
+    afterwards = getattr(holder, "_post_accumulate_grad_hooks", None)
+    return [hooks for hooks in (holder._backward_hooks, afterwards) if hooks]
+
+
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody is to be given its gradient as it comes."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -101,8 +157,14 @@ def is_stepped_by_torch(optimizer: Optimizer) -> bool:
     """Whether nobody sees its step from within: no hooks around it, and no function in its place but a scheduler's."""
     if has_step_hooks(optimizer) or optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
         return False
+    return not is_replaced_step(optimizer)
+
+
+def is_replaced_step(optimizer: Optimizer) -> bool:
+    """Whether a function has taken the place of its own step that is no scheduler's, which only counts."""
     step: Any = vars(optimizer).get("step")
-    return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step)
+    counts = hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
+    return step is not None and not counts
 
 
 def final(value: Tensor, source: Tensor | None, message: str) -> Tensor:
