@@ -28,6 +28,7 @@ from lightning_autoparallel.capture.kept_totals import (
 )
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
+from lightning_autoparallel.capture.picked_rows import check_picked_rows
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import record_sources
@@ -384,7 +385,7 @@ def _batch_dims(
 
 
 def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ...], twice: tuple[Tensor, ...]) -> None:
-    """Whether what hooks see of the step, and its loss, are what they would be on this rank's rows."""
+    """Whether rows are found, and what hooks see and the loss are, as they would be on this rank's rows."""
     first = len(request.parameters)
     places = range(first, first + len(request.buffers))
     reads, rows = step.state.reads, {leaf.shape[0] for leaf in request.layout.tensors if leaf.batched and leaf.shape}
@@ -393,7 +394,8 @@ def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ..
         or bool(step.shown())
         or changes_buffers(places, step.state.changed_at, reads)
     )
-    if not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
+    picking = _whole_numbers(request, arguments)
+    if not picking and not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
         return
     try:
         of_twice, of_once = recorded(lambda: _given(step, twice)), recorded(lambda: _given(step, arguments))
@@ -407,9 +409,18 @@ def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ..
                 "gives sums over rows to hooks, these are sums over the rows of all ranks"
             )
         return
+    check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
     check_loss(of_once, of_twice, rows, reads)
     if is_seen:
         check_shown(request.name, of_once, of_twice, dict(zip(request.buffers, arguments[first:], strict=False)), reads)
+
+
+def _whole_numbers(request: StepRequest, arguments: tuple[Tensor, ...]) -> dict[int, tuple[str, Tensor]]:
+    """Those of the batch's rows, by identity."""
+    batch = arguments[len(request.parameters) + len(request.buffers) :]
+    kinds = (torch.int32, torch.int64)
+    named = zip(request.layout.tensors, batch, strict=True)
+    return {id(value): (leaf.path, value) for leaf, value in named if leaf.batched and value.dtype in kinds}
 
 
 def _given(step: _Step, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Shown], str]:

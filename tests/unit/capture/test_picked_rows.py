@@ -1,0 +1,71 @@
+"""Which whole numbers of a batch are positions among its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_autoparallel.capture.growth import Call, Recording
+from lightning_autoparallel.capture.picked_rows import check_picked_rows
+from lightning_autoparallel.errors import CaptureError
+
+Step = Callable[[Tensor, Tensor], object]
+TABLE = torch.randn(4, 3)
+
+
+def _recorded(step: Step, x: Tensor, own: Tensor) -> list[Call]:
+    with Recording() as recording:
+        step(x, own)
+    return recording.calls
+
+
+def check(step: Step) -> None:
+    x, own = torch.randn(4, 3), torch.arange(4)
+    once, twice = _recorded(step, x, own), _recorded(step, torch.cat([x, x]), torch.cat([own, own]))
+    check_picked_rows("training_step", "here.py:1", once, twice, {id(own): ("own", own)})
+
+
+POSITIONS: dict[str, Step] = {
+    "index": lambda x, own: x[own],
+    "of a part": lambda x, own: x[own[:2]],
+    "converted": lambda x, own: x.index_select(0, own.to(torch.int32).long()),
+    "shifted": lambda x, own: x[(own + 1).clamp(max=3)],
+    "chosen of": lambda x, own: x[torch.where(x[:, 0] > 0, own, 0)],
+    "masked": lambda x, own: x[own.masked_fill(x[:, 0] > 0, 1)],
+    "sorted with rows": lambda x, own: x[own[x[:, 0].argsort()]],
+    "gather": lambda x, own: x.T.gather(1, own[None].expand(3, -1)),
+    "scatter": lambda x, own: torch.zeros(len(x)).scatter(0, own, x[:, 0]),
+    "index_add": lambda x, own: torch.zeros_like(x).index_add(0, own // 2, x),
+    "index_put": lambda x, own: torch.zeros_like(x).index_put((own,), x),
+    "take": lambda x, own: x.take(own),
+    "one hot": lambda x, own: torch.zeros(len(x), len(x)).scatter(1, own[:, None], 1.0),
+    "cross entropy": lambda x, own: F.cross_entropy(x @ x.T, own),
+    "nll of pictures": lambda x, own: F.nll_loss((x @ x.T)[None, :, :], own[None]),
+    "embedding": lambda x, own: F.embedding(own, x),
+    "flattened": lambda x, own: x.reshape(-1)[own * 3],
+}
+OTHERS: dict[str, Step] = {
+    "of a table": lambda x, own: TABLE[own] + F.embedding(own, TABLE),
+    "classes": lambda x, own: F.cross_entropy(torch.cat([x, x], 1), own),
+    "columns": lambda x, own: x.gather(1, own[:, None].clamp(max=2)),
+    "found among all": lambda x, own: x[own.argsort()] + x[torch.arange(len(own))],
+    "numbered in the step": lambda x, own: x.reshape(-1)[torch.arange(len(x)) * 3 + own.clamp(max=2)],
+    "counted": lambda x, own: x[own.cumsum(0) % 2],
+    "compared": lambda x, own: (own > 1).float() * x[:, 0],
+    "values": lambda x, own: own.float() * x[:, 0],
+}
+
+
+@pytest.mark.parametrize("step", POSITIONS.values(), ids=POSITIONS.keys())
+def test_positions_of_a_batch_among_its_rows_are_refused(step: Step) -> None:
+    with pytest.raises(CaptureError, match=r"here\.py:1: training_step takes whole numbers of the batch \('own'\)"):
+        check(step)
+
+
+@pytest.mark.parametrize("step", OTHERS.values(), ids=OTHERS.keys())
+def test_other_whole_numbers_are_not(step: Step) -> None:
+    check(step)
