@@ -28,7 +28,7 @@ from lightning_autoparallel.capture.kept_totals import (
 )
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
-from lightning_autoparallel.capture.picked_rows import check_picked_rows
+from lightning_autoparallel.capture.picked_rows import check_picked_rows, whole_numbers
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import record_sources
@@ -318,7 +318,7 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
             return None
         step.batch_dims = _batch_dims(request, step, arguments, twice)
         if twice:
-            _check_totals(request, step, arguments, twice)
+            _check_totals(request, step, export, arguments, twice)
     blocks.expand(export.graph_module)
     for paths in blocks.traced_once:
         step.state.reads.mirror(paths)
@@ -384,17 +384,18 @@ def _batch_dims(
     return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows, request.training)
 
 
-def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ...], twice: tuple[Tensor, ...]) -> None:
+def _check_totals(
+    request: StepRequest, step: _Step, export: JointExport, arguments: tuple[Tensor, ...], twice: tuple[Tensor, ...]
+) -> None:
     """Whether rows are found, and what hooks see and the loss are, as they would be on this rank's rows."""
-    first = len(request.parameters)
-    places = range(first, first + len(request.buffers))
+    places = range(len(request.parameters), len(request.parameters) + len(request.buffers))
     reads, rows = step.state.reads, {leaf.shape[0] for leaf in request.layout.tensors if leaf.batched and leaf.shape}
     is_seen = request.seen_by_hooks and (
         step.results > int(step.loss is not None)
         or bool(step.shown())
         or changes_buffers(places, step.state.changed_at, reads)
     )
-    picking = _whole_numbers(request, arguments)
+    picking = whole_numbers(request.layout.tensors, arguments, places.stop, export)
     if not picking and not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
         return
     try:
@@ -412,15 +413,9 @@ def _check_totals(request: StepRequest, step: _Step, arguments: tuple[Tensor, ..
     check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
     check_loss(of_once, of_twice, rows, reads)
     if is_seen:
-        check_shown(request.name, of_once, of_twice, dict(zip(request.buffers, arguments[first:], strict=False)), reads)
-
-
-def _whole_numbers(request: StepRequest, arguments: tuple[Tensor, ...]) -> dict[int, tuple[str, Tensor]]:
-    """Those of the batch's rows, by identity."""
-    batch = arguments[len(request.parameters) + len(request.buffers) :]
-    kinds = (torch.int32, torch.int64)
-    named = zip(request.layout.tensors, batch, strict=True)
-    return {id(value): (leaf.path, value) for leaf, value in named if leaf.batched and value.dtype in kinds}
+        check_shown(
+            request.name, of_once, of_twice, dict(zip(request.buffers, arguments[places.start :], strict=False)), reads
+        )
 
 
 def _given(step: _Step, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Shown], str]:

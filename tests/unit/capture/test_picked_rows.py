@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_autoparallel.capture.growth import Call, Recording
-from lightning_autoparallel.capture.picked_rows import check_picked_rows
+from lightning_autoparallel.capture.picked_rows import check_picked_rows, may_pick_rows
 from lightning_autoparallel.errors import CaptureError
 
 Step = Callable[[Tensor, Tensor], object]
@@ -27,6 +28,13 @@ def check(step: Step) -> None:
     x, own = torch.randn(4, 3), torch.arange(4)
     once, twice = _recorded(step, x, own), _recorded(step, torch.cat([x, x]), torch.cat([own, own]))
     check_picked_rows("training_step", "here.py:1", once, twice, {id(own): ("own", own)})
+
+
+def may_pick(step: Callable[..., object], *state: Tensor) -> bool:
+    """What a graph alone says; ``state`` are further arguments of the step."""
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(4, 3), torch.arange(4), *state).graph
+    _, own, *others = graph.find_nodes(op="placeholder")
+    return may_pick_rows(graph, [own], others)
 
 
 POSITIONS: dict[str, Step] = {
@@ -62,6 +70,7 @@ OTHERS: dict[str, Step] = {
 
 @pytest.mark.parametrize("step", POSITIONS.values(), ids=POSITIONS.keys())
 def test_positions_of_a_batch_among_its_rows_are_refused(step: Step) -> None:
+    assert may_pick(step)
     with pytest.raises(CaptureError, match=r"here\.py:1: training_step takes whole numbers of the batch \('own'\)"):
         check(step)
 
@@ -69,3 +78,25 @@ def test_positions_of_a_batch_among_its_rows_are_refused(step: Step) -> None:
 @pytest.mark.parametrize("step", OTHERS.values(), ids=OTHERS.keys())
 def test_other_whole_numbers_are_not(step: Step) -> None:
     check(step)
+
+
+OF_STATE: dict[str, Callable[..., object]] = {
+    "table": lambda x, own, w: F.embedding(own, w) + w[own],
+    "linear": lambda x, own, w: F.cross_entropy(F.linear(x, w), own),
+    "linear with bias": lambda x, own, w: F.cross_entropy(F.linear(x, w, w[:, 0]).float() * 2, own),
+    "of tokens": lambda x, own, w: F.cross_entropy(F.linear(x[None], w)[:, :3].reshape(-1, 5), own[:3]),
+    "chosen": lambda x, own, w: torch.log_softmax(x @ w.T, -1).gather(1, own[:, None]),
+}
+
+
+@pytest.mark.parametrize("step", OF_STATE.values(), ids=OF_STATE.keys())
+def test_dims_of_parameters_need_no_second_run(step: Callable[..., object]) -> None:
+    weight = torch.randn(5, 3)
+    assert not may_pick(step, weight)
+    check(lambda x, own: step(x, own, weight))
+
+
+def test_dims_of_rows_do() -> None:
+    assert may_pick(lambda x, own, w: F.cross_entropy(F.linear(x, w) @ F.linear(x, w).T, own), torch.randn(5, 3))
+    assert may_pick(lambda x, own, w: F.linear(x, w)[own], torch.randn(5, 3))
+    assert may_pick(lambda x, own, w: (w @ x.T).gather(1, own[None]), torch.randn(5, 3))
