@@ -56,16 +56,22 @@ def check_shown(name: str, once: Run, twice: Run, buffers: Mapping[str, Tensor],
     """Hooks see what the step ``name`` shows; ``buffers`` are those of the first run.
 
     Raises:
-        CaptureError: a total over rows is among it.
+        CaptureError: a total over rows is among it, or rows that are not one for one in a dim (flattened ones, say).
     """
     if len(once.shown) != len(twice.shown):
         raise _refused(name, once.entered, "as many values as there are rows")
     sums = dict(_running_sums(once.calls, buffers))
     values = [(one.value, other.value) for one, other in zip(once.shown, twice.shown, strict=True)]
     found = growths(once.calls, twice.calls, [*values, *((sum_, sum_) for sum_ in sums.values())], _kept(sums, reads))
-    for shown, growth in zip(once.shown, found, strict=False):
+    for shown, growth, (value, grown) in zip(once.shown, found, values, strict=False):
         if _grows(growth):
             raise _refused(name, shown.line, shown.what)
+        if isinstance(value, Tensor) and isinstance(grown, Tensor) and value.shape != grown.shape:
+            raise CaptureError(
+                f"{shown.line}: {name} gives rows to hooks in a tensor of shape {list(value.shape)} ({shown.what}), no "
+                "dim of which is the batch: a captured step could give each rank those of all ranks only; one dim of "
+                "one row each could be cut (predictions[i] for row i)"
+            )
     for buffer, growth in zip(sums, found[len(values) :], strict=True):
         if _grows(growth):
             raise _refused(name, once.entered, f"buffer {buffer}")
