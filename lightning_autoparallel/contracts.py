@@ -111,8 +111,8 @@ class NodePlacement:
 class OtherWay:
     """An alternative that was not taken: what the best plan with it costs more, or what rules it out.
 
-    ``more_bytes`` stay on a rank: of parameters, gradients, moments, and what the backward reads. Where it is not
-    ``proved``, it costs at most that much more: the solver's time was up.
+    ``more_bytes`` stay on a rank: of parameters, gradients, moments, and what the backward reads. Where that is not
+    ``proved`` it costs at most so much more, as the solver's time was up, or less by no more than its gap.
     """
 
     way: str

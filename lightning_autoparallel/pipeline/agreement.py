@@ -107,6 +107,14 @@ class ControlGroup:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
+    def told_by_first(self, value: Any) -> Any:
+        """What rank 0 has; of the others nothing is sent, and theirs is not looked at."""
+        if self._alone:
+            return value
+        told = [value if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        return told[0]
+
     def same_batch(self, batch: Any) -> Any:
         """The batch of rank 0, for a batch that all ranks should hold alike; on this rank's devices."""
         leaves, spec = tree_flatten(batch)
@@ -114,7 +122,7 @@ class ControlGroup:
         if self.agrees(repr(spelled)):
             return batch
         on_host = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        first = self.gather(on_host if dist.get_rank() == 0 else None)[0]
+        first = self.told_by_first(on_host)
         devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
         moved = [leaf if device is None else leaf.to(device) for leaf, device in zip(first, devices, strict=True)]
         return tree_unflatten(moved, spec)

@@ -265,9 +265,11 @@ def find_plan_of(
     before = found.spec, found.document, found.notes, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, followers, layouts)
-    (state, found.why_unknown), micro_batches = context.control.gather((optimizers, context.micro_batches(captured)))[0]
+    (state, found.why_unknown), micro_batches = context.control.told_by_first(
+        (optimizers, context.micro_batches(captured))
+    )
     found.state = replace(state, micro_batches=micro_batches)
-    refused: list[str] = []
+    refused: dict[str, str] = {}  # by policy
     shortfall: Shortfall | None = None
     with context.progress.stage(f"find a plan for {captured.name}"):
         kept = _kept_policy(captured, context, costs) if len(policies) > 1 else None
@@ -287,11 +289,14 @@ def find_plan_of(
                 if not isinstance(error, AutoParallelError if policy == kept else InfeasiblePlanError):
                     found.is_open, found.rounds = True, found.rounds - 1  # in forward mode it is found for its calls
                     raise
-                refused.append(f"with activation_checkpointing {policy_name(policy)!r}: {error}")
+                refused[policy_name(policy)] = str(error)
                 shortfall = error.shortfall if isinstance(error, TooLargeError) else None
+    said = [f"with activation_checkpointing {policy!r}: {why}" for policy, why in refused.items()]
+    if len(said) > 1 and len(set(refused.values())) == 1:  # whatever is recomputed
+        said = list(refused.values())[:1]
     if shortfall is not None:
-        refused.append(_what_would_do(shortfall, context, policies[-1]))
-    raise InfeasiblePlanError("; ".join(refused))
+        said.append(_what_would_do(shortfall, context, policies[-1]))
+    raise InfeasiblePlanError("; ".join([*said, *filter(None, [found.why_unknown])]))
 
 
 def _kept_policy(captured: CapturedGraph, context: StageContext, costs: CostModel) -> str | None:
@@ -304,7 +309,7 @@ def _kept_policy(captured: CapturedGraph, context: StageContext, costs: CostMode
                 policy = asked if answer(held, _question(context, costs, asked), captured) is not None else None
         except (KeyError, TypeError, ValueError, AutoParallelError):  # no plan of ours: another is found
             policy = None
-    told: str | None = context.control.gather(policy)[0]
+    told: str | None = context.control.told_by_first(policy)
     return told
 
 
@@ -473,5 +478,5 @@ def _found(
             error = AutoParallelError(f"plan 'auto' failed ({type(other).__name__}: {other}): name a plan instead")
             error.__cause__ = other
     context.control.raise_together(error)
-    told: tuple[Answer, ...] = context.control.gather(tuple(one.to_tell() for one in found))[0]
+    told: tuple[Answer, ...] = context.control.told_by_first(tuple(one.to_tell() for one in found))
     return found or told

@@ -27,28 +27,38 @@ def names_by_id(module: nn.Module) -> dict[int, str]:
 def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tuple[OptimizerState, str | None]:
     """What ``optimizers`` keep of parameters, whose ``names`` are by their ids; if it is not known, the reason too.
 
-    Torch's own step once, each as a copy of itself, on fake tensors of its parameters' global shapes: one for each
-    shape and dtype. Nothing of the optimizer changes. Of any other one nothing is run, which might step what it wraps;
-    it is taken for AdamW, as is one that cannot step so.
+    Where the step is one of torch's own it is taken once, by a copy of the optimizer, on fake tensors of its
+    parameters' global shapes: one for each shape and dtype. Nothing of the optimizer changes. Of any other nothing is
+    run, which might step what it wraps: it is taken for AdamW, as is one that cannot step so.
     """
     per_byte: dict[str, float] = {}
+    reasons: list[str] = []
     for optimizer in optimizers:
-        if not _is_torchs_own(optimizer):
-            return ADAMW, f"{_GUESSED}: {type(optimizer).__name__} is not one of torch's own"
+        for parameter, kept in _known_or_guessed(optimizer, reasons):
+            name = names.get(id(parameter))
+            if name is not None:
+                per_byte[name] = per_byte.get(name, 0.0) + kept
+    why = f"{_GUESSED}: {'; '.join(dict.fromkeys(reasons))}" if reasons else None
+    return (OptimizerState(per_byte=per_byte) if per_byte else ADAMW), why
+
+
+def _known_or_guessed(optimizer: Optimizer, reasons: list[str]) -> list[tuple[Tensor, float]]:
+    """Each parameter, and the bytes of its state for each of its own; ``reasons`` why they are a guess."""
+    name = type(optimizer).__name__
+    if not _steps_as_torch(type(optimizer)):
+        reasons.append(f"the step of {name} is not one of torch's own")
+    else:
         try:
-            for parameter, kept in _kept(optimizer):
-                name = names.get(id(parameter))
-                if name is not None:
-                    per_byte[name] = per_byte.get(name, 0.0) + kept
+            return _kept(optimizer)
         except Exception as error:  # whatever an optimizer does that has no values
-            reason = f"a step of {type(optimizer).__name__} on tensors without values failed ({error})"
-            return ADAMW, f"{_GUESSED}: {reason}"
-    return (OptimizerState(per_byte=per_byte) if per_byte else ADAMW), None
+            reasons.append(f"a step of {name} on tensors without values failed ({error})")
+    return [(parameter, ADAMW.of("")) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _is_torchs_own(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return f"{kind.__module__}.".startswith("torch.optim.") and getattr(kind.step, "__wrapped__", None) is not None
+def _steps_as_torch(kind: type[Optimizer]) -> bool:
+    """Whether its step, its own or one that it inherits, is written in torch."""
+    step = getattr(kind.step, "__wrapped__", None)
+    return step is not None and f"{step.__module__}.".startswith("torch.optim.")
 
 
 def _kept(optimizer: Optimizer) -> list[tuple[Tensor, float]]:

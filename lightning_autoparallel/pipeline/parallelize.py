@@ -127,7 +127,7 @@ def parallelize(
         check_compiler(target.type)
     built = mesh if isinstance(mesh, ParallelMesh) else build_mesh(MeshSpec.from_mapping(mesh), target.type)
     context = StageContext(mesh=built, config=config, control=ControlGroup(timeout), warn=_warn)
-    seed = context.control.gather(torch.initial_seed())[0]
+    seed = context.control.told_by_first(torch.initial_seed())
     engine = StepEngine(module=module, context=context, device=target, batch_dims=batch_dims, draws=Draws(seed))
     check_same_plan(config.plan, context.control)
     engine.shard_parameters()

@@ -54,7 +54,7 @@ def hardware_of_devices(backend: str, control: ControlGroup, warn: Callable[[str
         return "cpu"
     if backend == "fake":
         return "h100"
-    name, unlisted = control.gather((detected_hardware("cuda").name, unlisted_gpu()))[0]
+    name, unlisted = control.told_by_first((detected_hardware("cuda").name, unlisted_gpu()))
     if unlisted is not None:
         warn(
             f"autoparallel: {unlisted} is in no table of hardware, and is taken for {name}: plans and passes go by its "

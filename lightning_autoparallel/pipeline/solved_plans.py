@@ -7,10 +7,11 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_autoparallel.config import AUTO
+from lightning_autoparallel.config import AUTO, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import KEEPING, Answer
 from lightning_autoparallel.pipeline.staying import told_of_staying
 from lightning_autoparallel.plan import first_spec, make_plans, plan_document
@@ -73,7 +74,8 @@ def _answers(
         document = plan_document(captured, plan, spec, context.mesh)
         unknown = () if context.found.why_unknown is None else (context.found.why_unknown,)
         keeps = (_KEEPS,) if plan.keeps_gathered else ()
-        notes = (*plan.notes, *keeps, *told_of_staying(context.found.pins), *unknown)
+        told = (*told_of_staying(context.found.pins), *_told_of_absent(context.config.plan, context.mesh))
+        notes = (*plan.notes, *keeps, *told, *unknown)
         answers.append(
             Answer(
                 spec=spec,
@@ -85,3 +87,14 @@ def _answers(
             )
         )
     return tuple(answers)
+
+
+def _told_of_absent(spec: PlanSpec, mesh: ParallelMesh) -> tuple[str, ...]:
+    """What is to be said of rules that name axes of one rank, or none: they do nothing here."""
+    active = mesh.active(mesh.spec.names)
+    idle = {rule.key: [name for name, _ in rule.placements if name not in active] for rule in spec.rules}
+    return tuple(
+        f"plan auto: what the rule of {key!r} says of {', '.join(names)} does nothing on mesh {mesh.spec}"
+        for key, names in idle.items()
+        if names
+    )

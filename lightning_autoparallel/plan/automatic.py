@@ -19,6 +19,7 @@ from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.cost import CostModel, HardwareSpec
 from lightning_autoparallel.cost.compute import unrated_dtypes
+from lightning_autoparallel.errors import InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text, rule_text
 from lightning_autoparallel.mesh import ParallelMesh
@@ -31,19 +32,25 @@ from lightning_autoparallel.plan.other_plans import other_plans
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Problem
 from lightning_autoparallel.plan.solve import AxisProblem, Producer
+from lightning_autoparallel.plan.what_if import blocked
 
 Named = tuple[tuple[str, str], ...]  # axes and placements
+_INSTEAD = "change or leave out the rules that place them so"
 BASE = "fsdp"  # what parameters do that no rule names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What was solved for an axis, and the alternative that was taken of every choice, ``gap_us`` above a bound."""
+    """What was solved for an axis, and the alternative that was taken of every choice, ``gap_us`` above a bound.
+
+    It ``is_best`` of all, or one of those that are nearly as good.
+    """
 
     choices: AxisChoices
     problem: Problem
     taken: tuple[int, ...]
     gap_us: float
+    is_best: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,14 @@ def find_axis(
     pins = {node: pin for node, pin in problem.pins.items() if node not in free}
     known = dataclasses.replace(problem, pins=pins)
     choices = AxisChoices(known, times, free, fixed, room_bytes, tuple(saved))
-    solution = best_that_fits(all_choices := choices.problem())
+    all_choices = choices.problem()
+    try:
+        solution = best_that_fits(all_choices)
+    except SearchTimeError:
+        raise
+    except InfeasiblePlanError as error:
+        why = blocked(all_choices)
+        raise (InfeasiblePlanError(f"{why} ({error}): {_INSTEAD}") if why else error) from error
     best = leaner(all_choices, solution)
     others = other_plans(choices, all_choices, best, solution.taken) if with_others else []
     note = _note(axis, solution) + _taken_for(unrated_dtypes(problem.graph, costs.hardware), costs.hardware)
@@ -99,6 +113,7 @@ def find_axis(
                 problem=all_choices,
                 taken=taken,
                 gap_us=max(all_choices.time_us(taken) - solution.bound_us, 0.0),
+                is_best=taken is best,
             ),
         )
         for taken in (best, *others)

@@ -293,7 +293,7 @@ class AxisChoices:
         count_and_more = count * (1 + _LATER * self._repeats.places.get(node, 0.0))
         moves = tuple(tuple(count_and_more * self.times.move(s, t, size, beside) for t in known) for s in known)
         return Value(
-            name=f"{node.name}.{index}",
+            name=self.free[node].name if node in self.free else f"{node.name}.{index}",
             choice=numbers[self._classes[node]],
             made=tuple(number[placement] for placement in made),
             readers=tuple(

@@ -82,11 +82,12 @@ def explain_found(searched: SearchedAxis, pattern: str, most_solves: int = MOST_
     cut_off = f", cut off after {most_solves}: name fewer" if others.is_spent else ""
     rows = [axis.name for axis in searched.axes if axis.shards_batch and axis is not searched.axis]
     settled = f"; over {', '.join(rows)} every call computes a rank's rows" if rows else ""
+    taken = "" if searched.search.is_best else " as the solver reckons, and is the fastest of those that passes tried"
     note = (
         f"on {searched.axis.name}: each alternative is fixed and everything else solved again ({others.asked} solves"
         f"{cut_off}); times of one step on one rank (predicted), bytes kept of parameters, gradients, moments, and "
         f"activations that the backward reads; the plan itself takes at most {searched.search.gap_us:.1f} us more than "
-        f"the best{settled}"
+        f"the best{taken}{settled}"
     )
     return Explanation(pattern=pattern, choices=tuple(explained), note=note)
 
@@ -113,6 +114,12 @@ def _time_us(searched: SearchedAxis, nodes: Sequence[fx.Node]) -> float:
     return sum(searched.search.problem.choices[number].times_us[searched.search.taken[number]] for number in numbers)
 
 
+def _only(searched: SearchedAxis, node: fx.Node) -> str:
+    """Why a choice has one alternative."""
+    computes_rows = searched.axis.shards_batch and node not in searched.search.choices.free
+    return "every call computes a rank's rows" if computes_rows else "there is no other way"
+
+
 def _explained(searched: SearchedAxis, others: OtherSolutions, what: str, nodes: Sequence[fx.Node]) -> Explained:
     number, ways = searched.ways(nodes[0])
     taken = ways[searched.search.taken[number]]
@@ -129,10 +136,11 @@ def _explained(searched: SearchedAxis, others: OtherSolutions, what: str, nodes:
             found.append(OtherWay(way=way, ruled_out=other.ruled_out))
         else:
             more_bytes = searched.staying_with(other.taken) - searched.staying_bytes
-            found.append(OtherWay(way=way, more_us=other.more_us, more_bytes=more_bytes, proved=other.proved))
+            proved = other.proved and not (other.more_us < 0 and searched.search.is_best)  # that is the solver's gap
+            found.append(OtherWay(way=way, more_us=other.more_us, more_bytes=more_bytes, proved=proved))
     found.sort(key=lambda one: one.more_us)
     found += _against_rules(searched, nodes[0])
-    note = _edge_note(searched, nodes[0]) or ("" if found or unsolved else "there is no other way")
+    note = _edge_note(searched, nodes[0]) or ("" if found or unsolved else _only(searched, nodes[0]))
     return Explained(
         what=what,
         count=len(nodes),

@@ -89,6 +89,11 @@ class OtherSolutions:
                 yield from _blocked(value, fixed)
 
 
+def blocked(problem: Problem) -> str:
+    """A value that nothing can read as it is made, which is why nothing goes together; empty if each can be."""
+    return next((reason for value in problem.values for reason in _blocked(value, {})), "")
+
+
 def _blocked(value: Value, fixed: Fixed) -> Iterator[str]:
     """A reader that no move leads to."""
     made = {value.made[k] for k in fixed.get(value.choice, range(len(value.made)))}

@@ -85,10 +85,13 @@ def search(
 
     Raises:
         CaptureError: the step cannot be captured.
-        ConfigError: no times are known, or no mesh will do; the message has the reason for each.
+        ConfigError: no times are known.
+        InfeasiblePlanError: no mesh will do; the message has the reason for each.
+        AutoParallelError: what is wrong on every mesh alike.
     """
     reports: dict[MeshSpec, PlanReport] = {}
     trials: list[MeshTrial] = []
+    errors: list[AutoParallelError] = []
 
     def try_on(mesh: MeshSpec) -> None:
         try:
@@ -96,6 +99,7 @@ def search(
         except CaptureError:
             raise
         except AutoParallelError as error:  # this mesh will not do; another may
+            errors.append(error)
             trials.append(MeshTrial(mesh=dict(mesh.axes), fits=False, why_not=str(error)))
             return
         reports[mesh] = report
@@ -108,6 +112,8 @@ def search(
         try_on(mesh)
     ranked = _ranked(trials)
     if not ranked[0].fits:
+        if errors and len(errors) == len(ranked) and len({str(error) for error in errors}) == 1:
+            raise errors[0]  # whatever the mesh
         reasons = "; ".join(f"{MeshSpec(axes=tuple(one.mesh.items()))}: {one.why_not}" for one in ranked)
         raise InfeasiblePlanError(f"no mesh of these ranks will do. {reasons}")
     report = reports[MeshSpec(axes=tuple(ranked[0].mesh.items()))]

@@ -283,7 +283,7 @@ class AutoParallelStrategy(SavingStrategy):
             earlier_gradients=partial(self._earlier_gradients, module),
             micro_batches=partial(self._micro_batches, module),
         )
-        rows, draws = self.batch_dims, Draws(self._control.gather(torch.initial_seed())[0])
+        rows, draws = self.batch_dims, Draws(self._control.told_by_first(torch.initial_seed()))
         self._engine = StepEngine(module=module, context=context, device=self.root_device, batch_dims=rows, draws=draws)
         self._engine_precision = precision.precision
         self._place_parameters(self._engine)

@@ -37,13 +37,14 @@ def answers(kind: str, rounds: int) -> list[object]:
         told.append(control.agrees("other" if odd_one else "same"))
         told.append(control.any([odd_one, False, rank == 0 and number == 0]))
         told.append(control.gather(rank))
+        told.append(control.told_by_first(f"rank {rank}" * (1 if rank else 1000))[:6])
     return told
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_are_told_alike(kind: str, worlds: Worlds):
-    each = [True, False, [True, False, True], [0, 1, 2, 3]]
-    later = [True, False, [True, False, False], [0, 1, 2, 3]]
+    each = [True, False, [True, False, True], [0, 1, 2, 3], "rank 0"]
+    later = [True, False, [True, False, False], [0, 1, 2, 3], "rank 0"]
     for told in worlds(RANKS).run(answers, kind, 5):
         assert told == [*each, *later * 4]
 

@@ -9,7 +9,8 @@ from lightning_autoparallel.contracts import Explained, Explanation, OtherWay
 def test_costs_are_differences_and_equal_ones_the_same() -> None:
     others = (
         OtherWay(way="a", more_us=0.04),
-        OtherWay(way="b", more_us=-0.2),
+        OtherWay(way="b", more_us=-0.2, proved=False),
+        OtherWay(way="g", more_us=-0.3),
         OtherWay(way="c", more_us=0.0, more_bytes=2048.0),
         OtherWay(way="d", more_us=1536.0, more_bytes=-10.0),
         OtherWay(way="f", more_us=3.0, proved=False),
@@ -23,6 +24,7 @@ def test_costs_are_differences_and_equal_ones_the_same() -> None:
         "layers.*.weight (3 alike): R",
         "a: the same",
         "b: 0.2 us less, which the solver's gap allows, as many bytes kept",
+        "g: 0.3 us less, as the solver reckons, not behind the passes, as many bytes kept",
         "c: the same time, 2.0 KiB more kept",
         "d: 1.54 ms more, 10 B less kept",
         "f: at most 3.0 us more, as many bytes kept",

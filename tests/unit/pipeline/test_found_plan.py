@@ -222,6 +222,69 @@ def test_what_never_fits_says_what_would() -> None:
         found(0.2, activation_checkpointing="auto")
 
 
+class Convolves(LightningModule):
+    """Its first weight could lie cut along its last dim, with which nothing computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv1d(4, 8, 4, padding=1), nn.Linear(8, 8)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.out(self.conv(batch).transpose(1, 2)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def ruled(rules: Any, mesh: Any, **options: Any) -> PlanReport:
+    with torch.device("meta"):
+        module = Convolves()
+    given = {"plan": {"rules": rules}, "world_size": 4, "hardware": "h100", "memory_budget_gib": 1.0, **options}
+    return plan(module, torch.zeros(8, 4, 16), mesh, **given)
+
+
+@pytest.mark.parametrize("policy", ["none", "auto"])
+def test_rules_that_leave_no_plan_are_named(policy: str) -> None:
+    """Once, whatever might be recomputed."""
+    with pytest.raises(InfeasiblePlanError, match=r"nothing leads from S\(2\) to R for conv\.weight") as caught:
+        ruled({"conv.weight": {"tp": "S(2)"}}, {"dp_shard": 2, "tp": 2}, activation_checkpointing=policy)
+    assert str(caught.value).count("nothing leads") == 1 and "leave out the rules" in str(caught.value)
+
+
+def test_rules_of_an_axis_that_is_not_there_are_told() -> None:
+    given = {"conv.weight": {"tp": "S(0)"}, "stored:out.weight": {"dp_shard": "S(0)"}}
+    told = [note for note in ruled(given, {"dp_shard": 4}).notes if "does nothing" in note]
+    assert told == ["plan auto: what the rule of 'conv.weight' says of tp does nothing on mesh {dp_shard: 4}"]
+
+
+def test_what_is_wrong_on_every_mesh_is_said_once() -> None:
+    with pytest.raises(ConfigError, match=r"^rule 'convolution\.weight' matches no parameter"):
+        ruled({"convolution.weight": {"tp": "S(0)"}}, "auto")
+
+
+class UnknownOptimizer(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+class WithUnknown(Deep):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return UnknownOptimizer(self.parameters())
+
+
+def test_a_refusal_says_where_the_optimizer_is_a_guess() -> None:
+    with torch.device("meta"):
+        modules = WithUnknown(), WithSGD()
+    for module in modules:
+        with pytest.raises(InfeasiblePlanError) as caught:
+            plan(module, torch.zeros(64, 512), {"dp_shard": 8}, plan="auto", world_size=8, memory_budget_gib=0.01)
+        is_guess = isinstance(module, WithUnknown)
+        assert ("the step of UnknownOptimizer is not one of torch's own" in str(caught.value)) == is_guess
+
+
 def test_a_budget_is_a_number_and_auto_goes_with_auto() -> None:
     with pytest.raises(ConfigError, match="memory_budget_gib=-1: give a positive number"):
         found(-1)

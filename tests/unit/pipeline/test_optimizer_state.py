@@ -86,7 +86,7 @@ class Around(Optimizer):
     [
         (lambda p: torch.optim.Adafactor(p), "a step of Adafactor on tensors without values failed"),
         (lambda p: torch.optim.LBFGS(p), "a step of LBFGS on tensors without values failed"),
-        (lambda p: Around(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "Around is not one of torch's own"),
+        (lambda p: Around(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "the step of Around is not one of torch's own"),
     ],
     ids=["reads values", "needs a closure", "wraps another"],
 )
@@ -96,10 +96,25 @@ def test_what_cannot_be_known_is_taken_for_adamw_and_says_so(make: Any, why: str
         parameter.grad = torch.ones_like(parameter)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     state, unknown = optimizer_state([made := make(module.parameters())], names_by_id(module))
-    assert state == ADAMW
+    assert all(state.of(name) == ADAMW_STATE for name in names_by_id(module).values())
     assert unknown is not None and why in unknown
     assert not getattr(made, "inner", made).state
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+class Renamed(torch.optim.SGD):
+    """Of another name, and with no step of its own."""
+
+
+def test_a_step_that_is_inherited_is_known_and_what_is_not_leaves_the_others_known() -> None:
+    module = net()
+    state, unknown = optimizer_state([Renamed(module.parameters(), lr=0.1)], names_by_id(module))
+    assert (state.of("0.weight"), unknown) == (0.0, None)
+    first, second = (list(module[i].parameters()) for i in range(2))
+    several = [torch.optim.SGD(first, lr=0.1), Around(torch.optim.SGD(second, lr=0.1))]
+    state, unknown = optimizer_state(several, names_by_id(module))
+    assert (state.of("0.weight"), state.of("1.weight")) == (0.0, ADAMW_STATE)
+    assert unknown is not None and "Around" in unknown
 
 
 def test_hooks_of_all_optimizers_are_not_called() -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import Explained, Explanation
 from lightning_autoparallel.errors import ConfigError
-from lightning_autoparallel.plan import explain_rules, make_plan
+from lightning_autoparallel.plan import explain_rules, make_plan, make_plans, other_plans
 from tests.support.slow_memory import SLOW_MEMORY
 from tests.unit._graphs import captured
 from tests.unit.plan.test_automatic import MESH, Blocks, costs_of
@@ -56,6 +56,31 @@ def test_a_rule_says_the_same_as_what_is_fixed(fake_mesh) -> None:
         search = plan.explain.args[0].search  # type: ignore[attr-defined]
         times.append(search.problem.time_us(search.taken))
     assert times[1] - times[0] == pytest.approx(other.more_us, abs=2e-3 * times[0])
+
+
+def test_of_a_plan_that_passes_prefer_it_is_said_that_the_solver_knew_a_better_one(fake_mesh, monkeypatch) -> None:
+    """What costs less than it does not come from the solver's gap, as it does for its best."""
+    monkeypatch.setattr(other_plans, "_WITHIN", 10.0)
+    mesh = fake_mesh(**MESH)
+    graph = captured(Blocks(4), torch.randn(8, 4, 16), shards=2)
+    costs = costs_of(mesh, SLOW_MEMORY)
+    best, *others = make_plans(graph, {"base": "auto"}, mesh, print, costs=costs, explains=True, with_others=True)
+    assert best.explain is not None and others
+    assert "as the solver reckons" not in best.explain("*.weight").note
+    cheaper = []
+    for plan in others:
+        assert plan.explain is not None
+        explanation = plan.explain("*.weight")
+        assert "the best as the solver reckons, and is the fastest of those that passes tried" in explanation.note
+        ways = [way for choice in explanation.choices for way in choice.others if way.more_us < -0.05]
+        cheaper += ways
+        assert all(way.proved for way in ways)
+    assert cheaper
+
+
+def test_calls_of_rows_have_no_other_way_for_that_reason(fake_mesh) -> None:
+    notes = [choice.note for choice in explained(fake_mesh(dp_shard=4), "*relu*").choices]
+    assert notes and set(notes) == {"every call computes a rank's rows"}
 
 
 def test_calls_have_runners_up_and_equal_ones_are_one(fake_mesh) -> None:
