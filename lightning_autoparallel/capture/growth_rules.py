@@ -65,6 +65,11 @@ def growth_of_number(one: Any, other: Any) -> Growth:
     return _whole(math.log2(other / one)) if one > 0 and other > 0 else None
 
 
+def name_of(operator: OpOverload) -> str:
+    """``add`` for ``aten::add_``."""
+    return str(operator._schema.name).split("::")[1].removesuffix("_")
+
+
 def is_view(operator: Any) -> bool:
     """Whether the operator gives another look at its argument."""
     is_known = isinstance(operator, OpOverload)
@@ -75,7 +80,7 @@ def growth_of_call(one: Call, other: Call, result: Pair, of: Of) -> Growth:
     """Of the tensors ``result``, one of those that the call gives in the two runs."""
     if not isinstance(one.operator, OpOverload):
         return None
-    name = one.operator._schema.name.split("::")[1].removesuffix("_")
+    name = name_of(one.operator)
     pairs = list(zip(one.args, other.args, strict=False))
     found = _by_name(name, one, pairs, result, of)
     return found if found != "unlisted" else _unlisted(one, other, result, of)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.capture.batch import BatchLeaf
 from lightning_autoparallel.capture.growth import Call
-from lightning_autoparallel.capture.growth_rules import is_view
+from lightning_autoparallel.capture.growth_rules import is_view, name_of
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.block_operators import BLOCK
@@ -71,7 +71,7 @@ def check_picked_rows(
     for one, other in zip(once, twice, strict=True):
         if not isinstance(one.operator, OpOverload):
             continue
-        called = _name_of(one.operator)
+        called = name_of(one.operator)
         for (tensor, dim, index), (grown, *_) in zip(
             _picks(called, one.args), _picks(called, other.args), strict=False
         ):
@@ -94,7 +94,7 @@ def may_pick_rows(graph: fx.Graph, held: Collection[fx.Node], state: Collection[
         if not isinstance(node.target, OpOverload):
             carried.add(node)
             continue
-        called = _name_of(node.target)
+        called = name_of(node.target)
         for tensor, dim, index in _picks(called, node.args):
             if index in carried and (dim is None or not _is_of_state(tensor, dim, state)):
                 return True
@@ -108,7 +108,7 @@ def _is_of_state(node: fx.Node, dim: int, state: Collection[fx.Node]) -> bool:
     while node not in state:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             return False
-        called, args, size = _name_of(node.target), node.args, _shape(node)[dim]
+        called, args, size = name_of(node.target), node.args, _shape(node)[dim]
         dim %= len(_shape(node))
         is_last = dim == len(_shape(node)) - 1
         if called in ("mm", "bmm", "addmm") and is_last:
@@ -131,10 +131,6 @@ def _is_of_state(node: fx.Node, dim: int, state: Collection[fx.Node]) -> bool:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     value = fxn.values(node)[0]
     return () if value is None else tuple(value.shape)
-
-
-def _name_of(operator: Any) -> str:
-    return str(operator._schema.name).split("::")[1].removesuffix("_")
 
 
 def _follow(called: str, call: Call, held: dict[int, str], found: set[int]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.changed_inputs import changes_input, check_outputs, line_of
+from lightning_autoparallel.capture.cut_rows import check_cut_rows, may_cut_rows
 from lightning_autoparallel.capture.data_dependence import data_dependent
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
@@ -396,7 +397,11 @@ def _check_totals(
         or changes_buffers(places, step.state.changed_at, reads)
     )
     picking = whole_numbers(request.layout.tensors, arguments, places.stop, export)
-    if not picking and not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
+    batch = [
+        given for given, leaf in zip(arguments[places.stop :], request.layout.tensors, strict=True) if leaf.batched
+    ]
+    cuts = bool(batch) and may_cut_rows(export.graph_module.graph, len(batch[0]))
+    if not picking and not cuts and not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
         return
     try:
         of_twice, of_once = recorded(lambda: _given(step, twice)), recorded(lambda: _given(step, arguments))
@@ -411,6 +416,8 @@ def _check_totals(
             )
         return
     check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
+    if cuts:
+        check_cut_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, batch, len(batch[0]))
     check_loss(of_once, of_twice, rows, reads)
     if is_seen:
         check_shown(

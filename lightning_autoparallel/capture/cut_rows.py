@@ -1,0 +1,106 @@
+"""Rows that a step takes apart by where they stand in the batch: halves of two kinds, episodes of several classes.
+
+Who makes a batch may put rows of one kind behind those of another (``labelled, unlabelled = x.chunk(2)``,
+``x.view(ways, -1, d)``). A captured step has the rows of one rank behind those of another, where halves are others'.
+Neighbours stay together (``x.view(-1, 2, d)``), and what the step itself has joined (``cat``) comes apart rightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from lightning_autoparallel.capture.growth import Call
+from lightning_autoparallel.capture.growth_rules import name_of
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.torch_compat.dispatch import OpOverload
+from lightning_autoparallel.torch_compat.schemas import named_arguments
+from lightning_autoparallel.torch_compat.tree import tree_leaves
+
+_VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
+_SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes"}
+_JOINS = {"cat", "stack", "repeat", "repeat_interleave"}
+_END = 2**62  # what a slice without an end has is above it
+
+
+def may_cut_rows(graph: fx.Graph, length: int) -> bool:
+    """Whether the forward might take ``length`` rows apart: rough, but it asks no second run.
+
+    Blocks that stand for many are not looked into.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or fxn.is_backward(node):
+            continue
+        given = fxn.values(node.args[0])[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if given is None or not given.dim() or not given.shape[0] or given.shape[0] % length:
+            continue
+        if name_of(node.target) in _VIEWS:
+            leading = fxn.values(node)[0].shape[:1]  # type: ignore[union-attr]
+            if leading and 1 < leading[0] < given.shape[0] and leading[0] % length:
+                return True
+        elif _cuts(node.target, node.args, node.kwargs, given.dim()) not in (None, (0, _END)):
+            return True
+    return False
+
+
+def check_cut_rows(
+    name: str, line: str, once: Sequence[Call], twice: Sequence[Call], batch: Collection[Tensor], length: int
+) -> None:
+    """Rows of the ``batch``, the tensors of the run ``once`` that have ``length`` of them, stay in their order.
+
+    ``twice`` has the calls of a run on twice the rows, ``line`` is where the step begins.
+
+    Raises:
+        CaptureError: they are taken apart at places that depend on how many there are.
+    """
+    if [call.operator for call in once] != [call.operator for call in twice]:
+        return
+    ordered = {id(tensor) for tensor in batch}  # in the order in which the batch was made
+    for one, other in zip(once, twice, strict=True):
+        if not isinstance(one.operator, OpOverload) or name_of(one.operator) in _JOINS:
+            continue
+        if one.args and id(one.args[0]) in ordered and _takes_apart(one, other):
+            raise CaptureError(_refused(name, line, name_of(one.operator), tuple(one.args[0].shape)))
+        if any(id(leaf) in ordered for leaf in tree_leaves((one.args, one.kwargs))):
+            pairs = zip(_tensors(one.result), _tensors(other.result), strict=False)
+            ordered.update(id(a) for a, b in pairs if _are_rows(a, b, length))
+
+
+def _are_rows(one: Tensor, other: Tensor, length: int) -> bool:
+    """Whether dim 0 are rows, or parts of each behind those of the one before."""
+    return bool(one.dim() and one.shape[0]) and one.shape[0] % length == 0 and other.shape[0] == 2 * one.shape[0]
+
+
+def _takes_apart(one: Call, other: Call) -> bool:
+    given, grown = one.args[0], other.args[0]
+    if name_of(one.operator) in _VIEWS:
+        before, behind = tuple(one.result.shape), tuple(other.result.shape)
+        return 1 < before[:1][0] < given.shape[0] and before[0] == behind[0] if before and behind else False
+    cuts = _cuts(one.operator, one.args, one.kwargs, given.dim())
+    return cuts is not None and cuts != _cuts(other.operator, other.args, other.kwargs, grown.dim())
+
+
+def _cuts(operator: Any, args: Any, kwargs: Any, dims: int) -> Hashable:
+    """Where dim 0 is cut; None where nothing cuts it."""
+    called, given = name_of(operator), named_arguments(operator, args, kwargs)
+    if (called not in _SPLITS and called != "slice") or given.get("dim", 0) % dims:
+        return None
+    if called != "slice":
+        return tuple(map(str, args[1:2]))
+    start, end = given.get("start"), given.get("end")
+    return start or 0, _END if end is None or end >= _END else end
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _refused(name: str, line: str, called: str, shape: tuple[int, ...]) -> str:
+    return (
+        f"{line}: {name} takes the batch's rows apart by where they stand ({called} of a tensor of shape "
+        f"{list(shape)}): if they were put in that order when the batch was made, a captured step, which has the rows "
+        "of one rank behind those of another, would take others for them"
+    )
