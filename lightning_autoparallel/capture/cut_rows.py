@@ -23,6 +23,7 @@ from lightning_autoparallel.torch_compat.tree import tree_leaves
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes"}
 _JOINS = {"cat", "stack", "repeat", "repeat_interleave"}
+OTHER_CALLS = "other operators are called on twice the rows"
 _END = 2**62  # what a slice without an end has is above it
 
 
@@ -57,7 +58,7 @@ def check_cut_rows(
         CaptureError: they are taken apart at places that depend on how many there are.
     """
     if [call.operator for call in once] != [call.operator for call in twice]:
-        return
+        raise untold(name, line, OTHER_CALLS)
     ordered = {id(tensor) for tensor in batch}  # in the order in which the batch was made
     for one, other in zip(once, twice, strict=True):
         if not isinstance(one.operator, OpOverload) or name_of(one.operator) in _JOINS:
@@ -96,6 +97,14 @@ def _cuts(operator: Any, args: Any, kwargs: Any, dims: int) -> Hashable:
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def untold(name: str, line: str, why: str) -> CaptureError:
+    """What to raise where a second run does not tell whether rows are taken rightly."""
+    return CaptureError(
+        f"{line}: whether {name} takes rows by their places in the rank's batch, which would be others' among those of "
+        f"all ranks, cannot be told: {why}"
+    )
 
 
 def _refused(name: str, line: str, called: str, shape: tuple[int, ...]) -> str:

@@ -6,20 +6,18 @@ same number is the place of another row. What the step itself finds among all ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from lightning_autoparallel.capture.batch import BatchLeaf
+from lightning_autoparallel.capture.cut_rows import OTHER_CALLS, untold
 from lightning_autoparallel.capture.growth import Call
 from lightning_autoparallel.capture.growth_rules import is_view, name_of
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.torch_compat.block_operators import BLOCK
 from lightning_autoparallel.torch_compat.dispatch import OpOverload
-from lightning_autoparallel.torch_compat.tracing import JointExport
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 Picked = tuple[Any, int | None, Any]  # of which tensor, along which dim or over all of it, what is the position
@@ -29,29 +27,13 @@ _AT_DIM = {  # tensor, dim and index
     *("index_add", "index_copy", "index_fill", "index_reduce"),
 }
 _AT_INDICES = {"index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl"}
-_FOUND = {"arange", "argsort", "sort", "topk", "cumsum", "nonzero", "randperm", "unique_dim", "_unique2"}
-_CARRIES = {
-    *("_to_copy", "clone", "cat", "stack", "repeat", "flip", "roll", "where", "masked_fill", "constant_pad_nd"),
-    *("index", "index_select", "gather", "masked_select", "add", "sub", "mul", "clamp", "clamp_min", "clamp_max"),
-    *("maximum", "minimum", "copy", "lift_fresh_copy", "_unsafe_view", "floor_divide", "div"),
-}
-
-
-def whole_numbers(
-    leaves: Sequence[BatchLeaf], arguments: Sequence[Tensor], first: int, export: JointExport
-) -> dict[int, tuple[str, Tensor]]:
-    """Those of the batch's rows, with their paths by identity, if they might be positions.
-
-    ``arguments`` from the ``first`` on are the batch, those ahead of it parameters and buffers.
-    """
-    kinds, named = (torch.int32, torch.int64), enumerate(zip(leaves, arguments[first:], strict=True), first)
-    found = {i: (leaf.path, value) for i, (leaf, value) in named if leaf.batched and value.dtype in kinds}
-    placeholders = export.graph_module.graph.find_nodes(op="placeholder")
-    nodes = {place: node for node, (kind, place) in zip(placeholders, export.inputs, strict=True) if kind == "argument"}
-    held = [nodes[place] for place in found if place in nodes]
-    state = {node for place, node in nodes.items() if place < first}
-    may = may_pick_rows(export.graph_module.graph, held, state)
-    return {id(value): (path, value) for path, value in found.values()} if may else {}
+_OF_CLASSES = ("nll_loss", "multi_margin_loss", "multilabel_margin_loss")
+COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
+# Positions among what their argument has along a dim, and the place of those among the results.
+FOUND = {"argsort": 0, "argmax": 0, "argmin": 0, "sort": 1, "topk": 1, "kthvalue": 1, "max": 1, "min": 1, "cumsum": 0}
+FOUND_ANYWHERE = {"nonzero", "randperm"}
+NO_POSITIONS = {"sum", "count_nonzero", "bincount", "histc", "mean", "prod", "empty_like", "zeros_like", "ones_like"}
+_FIRST_ONLY = {"index", "_unsafe_index", "index_select", "gather", "take", "masked_select"}  # has what it picks from
 
 
 def check_picked_rows(
@@ -64,93 +46,81 @@ def check_picked_rows(
     Raises:
         CaptureError: one is used as a position along a dim that grows with the rows.
     """
-    if [call.operator for call in once] != [call.operator for call in twice]:
-        return
     held = {identity: path for identity, (path, _) in leaves.items()}
+    if [call.operator for call in once] != [call.operator for call in twice]:
+        raise untold(name, line, OTHER_CALLS)
     found: set[int] = set()  # positions among all rows
     for one, other in zip(once, twice, strict=True):
         if not isinstance(one.operator, OpOverload):
             continue
         called = name_of(one.operator)
-        for (tensor, dim, index), (grown, *_) in zip(
-            _picks(called, one.args), _picks(called, other.args), strict=False
-        ):
+        pairs = zip(picks(called, one.args), picks(called, other.args), strict=False)
+        for (tensor, dim, index), (grown, *_) in pairs:
             if id(index) in held and index.dtype != torch.bool and _grows(tensor, grown, dim):
                 raise CaptureError(_refused(name, line, held[id(index)], called, tensor, dim))
-        _follow(called, one, held, found)
+        of_held = next((held[id(leaf)] for leaf in one.args[:2] if id(leaf) in held), None)
+        if called in COMPARED and of_held is not None and any(id(leaf) in found for leaf in one.args[:2]):
+            raise CaptureError(_refused(name, line, of_held, called, one.result, None))
+        _follow(called, one, other, held, found)
 
 
-def may_pick_rows(graph: fx.Graph, held: Collection[fx.Node], state: Collection[fx.Node]) -> bool:
-    """Whether the forward might use whole numbers of the batch, the placeholders ``held``, as positions among rows.
-
-    This asks no second run: no along dims that come from ``state``, as those of tables and classes do.
-    """
-    carried = set(held)
-    for node in graph.nodes:
-        if node.op != "call_function" or fxn.is_backward(node) or carried.isdisjoint(node.all_input_nodes):
-            continue
-        if node.target is BLOCK:
-            return True  # whatever the block does with it
-        if not isinstance(node.target, OpOverload):
-            carried.add(node)
-            continue
-        called = name_of(node.target)
-        for tensor, dim, index in _picks(called, node.args):
-            if index in carried and (dim is None or not _is_of_state(tensor, dim, state)):
-                return True
-        if called in _CARRIES or is_view(node.target):
-            carried.add(node)
-    return False
-
-
-def _is_of_state(node: fx.Node, dim: int, state: Collection[fx.Node]) -> bool:
-    """Whether a dim is one of a parameter or buffer, which values have by products with it."""
-    while node not in state:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            return False
-        called, args, size = name_of(node.target), node.args, _shape(node)[dim]
-        dim %= len(_shape(node))
-        is_last = dim == len(_shape(node)) - 1
-        if called in ("mm", "bmm", "addmm") and is_last:
-            node = args[2 if called == "addmm" else 1]  # type: ignore[assignment]
-        elif called == "t":
-            node, dim = args[0], 1 - dim  # type: ignore[assignment]
-        elif called == "permute":
-            node, dim = args[0], args[1][dim] % len(args[1])  # type: ignore
-        else:
-            first = args[0] if args else None
-            cuts = called == "slice" and isinstance(first, fx.Node) and _shape(first)[dim] == size
-            if not isinstance(first, fx.Node) or not (cuts or _shape(first) == _shape(node) or is_last):
-                return False
-            if is_last and _shape(first)[-1:] != (size,):
-                return False
-            node, dim = first, len(_shape(first)) - 1 if is_last else dim
-    return True
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = fxn.values(node)[0]
-    return () if value is None else tuple(value.shape)
-
-
-def _follow(called: str, call: Call, held: dict[int, str], found: set[int]) -> None:
+def _follow(called: str, one: Call, other: Call, held: dict[int, str], found: set[int]) -> None:
     """Results have what they were given."""
-    results = [leaf for leaf in tree_leaves(call.result) if isinstance(leaf, Tensor) and leaf.dtype != torch.bool]
-    if called in _FOUND:
+    results = [leaf for leaf in tree_leaves(one.result) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(_values(called, one)) if isinstance(leaf, Tensor)]
+    if called in FOUND_ANYWHERE or any(id(leaf) in found for leaf in leaves) or _is_longer_range(called, one, other):
         found.update(map(id, results))
         return
-    if called not in _CARRIES and not is_view(call.operator):
-        return
-    given = tree_leaves(call.args[:1] if called in ("index", "index_select", "gather") else (call.args, call.kwargs))
-    if any(id(leaf) in found for leaf in given):
-        found.update(map(id, results))
-        return
-    path = next((held[id(leaf)] for leaf in given if id(leaf) in held), None)
-    if path is not None:
-        held.update(dict.fromkeys(map(id, results), path))
+    path = next((held[id(leaf)] for leaf in leaves if id(leaf) in held), None)
+    for place, result in enumerate(results):
+        whole = may_hold(result.dtype) or (result.dtype != torch.bool and is_by_element(one.operator))
+        if FOUND.get(called) == place and len(results) > place:
+            dim = dim_of(called, one.args)
+            if any(a != b for a, b in zip(_along(one, dim), _along(other, dim), strict=False)):
+                found.add(id(result))
+                continue
+        if path is not None and whole and called not in NO_POSITIONS:
+            held[id(result)] = path
 
 
-def _picks(called: str, args: Sequence[Any]) -> Iterator[Picked]:
+def _values(called: str, call: Call) -> Any:
+    """What a result is made of, positions apart."""
+    if called in _FIRST_ONLY:
+        return call.args[:1]
+    if called in _AT_DIM:
+        return call.args[0], call.args[3:]
+    return (call.args[0], call.args[2:]) if called in _AT_INDICES else (call.args, call.kwargs)
+
+
+def _along(call: Call, dim: int | None) -> tuple[int, ...]:
+    shape = tuple(call.args[0].shape)
+    return shape if dim is None or not shape else (shape[dim],)
+
+
+def dim_of(called: str, args: Sequence[Any]) -> int | None:
+    """Along which dim a call finds positions; None for all of them."""
+    place = 2 if called in ("topk", "kthvalue") else 1
+    if len(args) > place:
+        return args[place] if isinstance(args[place], int) else None
+    return None if called.startswith("arg") and called != "argsort" else -1
+
+
+def _is_longer_range(called: str, one: Call, other: Call) -> bool:
+    return called == "arange" and one.result.numel() != other.result.numel()
+
+
+def may_hold(dtype: torch.dtype) -> bool:
+    """Whether values of this dtype are whole numbers."""
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def is_by_element(operator: Any) -> bool:
+    """Whether whole numbers stay what they are as floating ones."""
+    joins = ("_to_copy", "cat", "stack", "copy", "clone")
+    return torch.Tag.pointwise in operator.tags or name_of(operator) in joins or is_view(operator)
+
+
+def picks(called: str, args: Sequence[Any]) -> Iterator[Picked]:
     """What a call takes for positions: tensors, or nodes of a graph."""
     if called in _AT_DIM and len(args) > 2:
         yield args[0], args[1], args[2]
@@ -160,10 +130,11 @@ def _picks(called: str, args: Sequence[Any]) -> Iterator[Picked]:
         yield args[0], None, args[1]
     elif called == "embedding":
         yield args[0], 0, args[1]
-    elif called.startswith("_embedding_bag"):
+    elif called.startswith("_embedding_bag") and "backward" not in called:
         yield from ((args[0], 0, args[1]), (args[1], 0, args[2]))
-    elif called.startswith("nll_loss") and "backward" not in called:
-        dims = args[0].dim() if isinstance(args[0], Tensor) else len(_shape(args[0]))
+    elif called.startswith(_OF_CLASSES) and "backward" not in called:
+        first = args[0] if isinstance(args[0], Tensor) else fxn.values(args[0])[0]
+        dims = 1 if first is None else first.dim()
         yield args[0], min(dims - 1, 1), args[1]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.changed_inputs import changes_input, check_outputs, line_of
-from lightning_autoparallel.capture.cut_rows import check_cut_rows, may_cut_rows
+from lightning_autoparallel.capture.cut_rows import check_cut_rows, may_cut_rows, untold
 from lightning_autoparallel.capture.data_dependence import data_dependent
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
@@ -29,7 +29,8 @@ from lightning_autoparallel.capture.kept_totals import (
 )
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
-from lightning_autoparallel.capture.picked_rows import check_picked_rows, whole_numbers
+from lightning_autoparallel.capture.picked_rows import check_picked_rows
+from lightning_autoparallel.capture.picks_in_graph import whole_numbers
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.sources import record_sources
@@ -409,13 +410,17 @@ def _check_totals(
         raise
     except Exception as error:
         step(*arguments)  # what the step recorded is again that of its own batch
+        if picking or cuts:
+            why = f"it does not run on twice its rows ({type(error).__name__}: {error})"
+            raise untold(request.name, step.state.entered, why) from error
         if is_seen:
             request.notice(
                 f"autoparallel: {request.name} does not run on twice its rows ({type(error).__name__}: {error}): if it "
                 "gives sums over rows to hooks, these are sums over the rows of all ranks"
             )
         return
-    check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
+    if picking:
+        check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
     if cuts:
         check_cut_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, batch, len(batch[0]))
     check_loss(of_once, of_twice, rows, reads)

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_autoparallel.capture.growth import Call, Recording
-from lightning_autoparallel.capture.picked_rows import check_picked_rows, may_pick_rows
+from lightning_autoparallel.capture.picked_rows import check_picked_rows
+from lightning_autoparallel.capture.picks_in_graph import may_pick_rows
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 Step = Callable[[Tensor, Tensor], object]
 TABLE = torch.randn(4, 3)
@@ -25,8 +27,9 @@ def _recorded(step: Step, x: Tensor, own: Tensor) -> list[Call]:
 
 
 def check(step: Step) -> None:
-    x, own = torch.randn(4, 3), torch.arange(4)
-    once, twice = _recorded(step, x, own), _recorded(step, torch.cat([x, x]), torch.cat([own, own]))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as captures do
+        x, own = torch.randn(4, 3), torch.arange(4)
+        once, twice = _recorded(step, x, own), _recorded(step, torch.cat([x, x]), torch.cat([own, own]))
     check_picked_rows("training_step", "here.py:1", once, twice, {id(own): ("own", own)})
 
 
@@ -55,6 +58,21 @@ POSITIONS: dict[str, Step] = {
     "nll of pictures": lambda x, own: F.nll_loss((x @ x.T)[None, :, :], own[None]),
     "embedding": lambda x, own: F.embedding(own, x),
     "flattened": lambda x, own: x.reshape(-1)[own * 3],
+    "flattened, with columns": lambda x, own: x.reshape(-1)[own[:, None] * 3 + torch.arange(3)],
+    "the next": lambda x, own: x[(own + 1) % len(x)],
+    "of a pair": lambda x, own: x[own ^ 1],
+    "from behind": lambda x, own: x[len(x) - 1 - own],
+    "negative": lambda x, own: x[-own],
+    "absolute": lambda x, own: x[own.abs()],
+    "rounded": lambda x, own: x[own.float().round().long()],
+    "the largest": lambda x, own: x[torch.stack([own, own - 1]).amax(0)],
+    "values that are sorted": lambda x, own: x[own[:, None].expand(-1, 2).sort(1)[0][:, 0]],
+    "inverse": lambda x, own: x[torch.zeros_like(own).scatter(0, x[:, 0].argsort(), own)],
+    "take_along_dim": lambda x, own: torch.take_along_dim(x, own[:, None].expand_as(x), 0),
+    "one_hot": lambda x, own: F.one_hot(own, len(x)).float() * (x @ x.T),
+    "compared with numbers": lambda x, own: (own[:, None] == torch.arange(len(x))).float() * (x @ x.T),
+    "compared with what was retrieved": lambda x, own: ((x @ x.T).argmax(1) == own).float().mean(),
+    "margin": lambda x, own: F.multi_margin_loss(x @ x.T, own),
 }
 OTHERS: dict[str, Step] = {
     "of a table": lambda x, own: TABLE[own] + F.embedding(own, TABLE),
@@ -65,6 +83,11 @@ OTHERS: dict[str, Step] = {
     "counted": lambda x, own: x[own.cumsum(0) % 2],
     "compared": lambda x, own: (own > 1).float() * x[:, 0],
     "values": lambda x, own: own.float() * x[:, 0],
+    "accuracy": lambda x, own: (x.argmax(1) == own).float().mean(),
+    "one hot of classes": lambda x, own: F.one_hot(own, 5).float().mean(),
+    "lengths": lambda x, own: (torch.arange(3) < own[:, None]).float() * x,
+    "the last of each": lambda x, own: x[torch.arange(len(x)), own.clamp(max=2)],
+    "sums of lengths": lambda x, own: x[own.cumsum(0) % 4],
 }
 
 
@@ -80,11 +103,22 @@ def test_other_whole_numbers_are_not(step: Step) -> None:
     check(step)
 
 
+def _deep(x: Tensor) -> Tensor:
+    for _ in range(1200):
+        x = x + 1
+    return x
+
+
 OF_STATE: dict[str, Callable[..., object]] = {
     "table": lambda x, own, w: F.embedding(own, w) + w[own],
     "linear": lambda x, own, w: F.cross_entropy(F.linear(x, w), own),
     "linear with bias": lambda x, own, w: F.cross_entropy(F.linear(x, w, w[:, 0]).float() * 2, own),
     "of tokens": lambda x, own, w: F.cross_entropy(F.linear(x[None], w)[:, :3].reshape(-1, 5), own[:3]),
+    "pictures": lambda x, own, w: F.cross_entropy(F.conv1d(x[:, :, None], w[:, :, None]), own[:, None]),
+    "transposed": lambda x, own, w: F.cross_entropy(F.linear(x[:, None], w).transpose(1, 2), own[:, None]),
+    "two heads": lambda x, own, w: F.cross_entropy(torch.cat([F.linear(x, w), F.linear(x, w)], -1), own),
+    "accuracy": lambda x, own, w: (F.linear(x, w).argmax(-1) == own).float().mean(),
+    "deep": lambda x, own, w: F.cross_entropy(_deep(F.linear(x, w)), own),
     "chosen": lambda x, own, w: torch.log_softmax(x @ w.T, -1).gather(1, own[:, None]),
 }
 
