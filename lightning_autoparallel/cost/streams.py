@@ -31,7 +31,7 @@ class Streams:
         self._computing = 1 - hardware.overlap_share * hardware.overlap_pace  # its pace, while a collective runs
         self._traffic = Traffic()
         self._done_us: dict[fx.Node, float] = {}
-        self._ends_us: dict[fx.Node, float] | None = None  # of those that run, until something changes them
+        self._ends_us: dict[fx.Node, float] = {}  # of those that run, until something changes them
 
     def compute(self, node: fx.Node, duration_us: float) -> None:
         """Run a call that takes so long alone."""
@@ -50,7 +50,7 @@ class Streams:
         """Start a collective."""
         self._add(node, fxn.group_of(node), self.now_us)
         self._traffic.start(fxn.group_of(node), node, sending, self.now_us)
-        self._ends_us = None
+        self._ends_us.clear()
         self._pass(0.0, 1.0)  # one that takes no time is done
 
     def wait(self, node: fx.Node) -> None:
@@ -71,8 +71,8 @@ class Streams:
         done_us = self._done_us.get(collective)
         if done_us is not None:
             return done_us
-        if self._ends_us is None:
-            self._ends_us = self._traffic.ends_us(self.now_us)
+        if collective not in self._ends_us:
+            self._ends_us[collective] = self._traffic.end_us(collective, self.now_us)
         return self._ends_us[collective]
 
     def _until_next(self) -> None:
@@ -89,7 +89,7 @@ class Streams:
         """Let time go by in which every first collective of a group goes on at this pace."""
         self.now_us += time_us
         if pace < 1.0:
-            self._ends_us = None
+            self._ends_us.clear()
         for group, running in self._traffic.go_on(time_us * pace, self.now_us):
             self._done_us[running.node] = self.now_us
             self._add(running.node, group, running.start_us)

@@ -98,14 +98,23 @@ class Traffic:
         running = Running(node=node, latency_us=latency_us, moving_us=moving_us, start_us=now_us, shares=shares)
         self.queues.setdefault(group, deque()).append(running)
 
-    def ends_us(self, now_us: float) -> dict[fx.Node, float]:
-        """When each would be done, if nothing else were started and nothing slowed them down."""
-        ahead = Traffic({group: deque(map(replace, queue)) for group, queue in self.queues.items() if queue})
-        ends_us: dict[fx.Node, float] = {}
-        while (next_us := ahead.next_us()) is not None:
-            now_us += next_us
-            ends_us |= dict.fromkeys((running.node for _, running in ahead.go_on(next_us, now_us)), now_us)
-        return ends_us
+    def end_us(self, node: fx.Node, now_us: float) -> float:
+        """When one that was started would be done, if nothing else were started and nothing slowed it down."""
+        queues = {group: iter(queue) for group, queue in self.queues.items() if queue}
+        heads = {group: replace(next(queue)) for group, queue in queues.items()}
+        while True:
+            paces = _paces(heads)
+            time_us = min(head.left_us / paces.get(group, 1.0) for group, head in heads.items())
+            now_us += time_us
+            for group, head in list(heads.items()):
+                head.go_on(time_us * paces.get(group, 1.0))
+                while heads[group].is_done:
+                    if heads[group].node is node:
+                        return now_us
+                    if (following := next(queues[group], None)) is None:
+                        del heads[group]
+                        break
+                    heads[group] = replace(following)
 
     @property
     def is_over(self) -> bool:
@@ -114,13 +123,13 @@ class Traffic:
 
     def next_us(self) -> float | None:
         """Until one of them is done, or its bytes begin to move; None while none runs."""
-        paces = self._paces()
+        paces = _paces(self._heads())
         left_us = [queue[0].left_us / paces.get(group, 1.0) for group, queue in self.queues.items() if queue]
         return min(left_us, default=None)
 
     def go_on(self, time_us: float, now_us: float) -> list[tuple[str, Running]]:
         """Those that are done after some time, at most ``next_us``, that ends ``now_us``: what is next begins."""
-        paces, done = self._paces(), []
+        paces, done = _paces(self._heads()), []
         for group, queue in self.queues.items():
             if queue:
                 queue[0].go_on(time_us * paces.get(group, 1.0))
@@ -130,13 +139,16 @@ class Traffic:
                     queue[0].start_us = now_us
         return done
 
-    def _paces(self) -> dict[str, float]:
-        """Of those that share a link now."""
-        heads = {group: queue[0] for group, queue in self.queues.items() if queue and queue[0].shares}
-        moving = {group: head for group, head in heads.items() if head.is_moving}
-        if len(moving) < 2:
-            return {}
-        used: Counter[Link] = Counter()
-        for head in moving.values():
-            used.update(head.shares)
-        return {group: 1 / max(1.0, *(used[link] for link in head.shares)) for group, head in moving.items()}
+    def _heads(self) -> dict[str, Running]:
+        return {group: queue[0] for group, queue in self.queues.items() if queue}
+
+
+def _paces(heads: Mapping[str, Running]) -> dict[str, float]:
+    """Of those that share a link now."""
+    moving = {group: head for group, head in heads.items() if head.shares and head.is_moving}
+    if len(moving) < 2:
+        return {}
+    used: Counter[Link] = Counter()
+    for head in moving.values():
+        used.update(head.shares)
+    return {group: 1 / max(1.0, *(used[link] for link in head.shares)) for group, head in moving.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,15 +21,20 @@ from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.torch_compat.autograd import hooks_replaced
 
 
-def hooks_on_shards(holders: Iterable[Tensor | Optimizer]) -> contextlib.AbstractContextManager[None]:
-    """While it is open, hooks of these parameters, or optimizers, run inside of ``ShardedUpdates``."""
-    return hooks_replaced(holders, _on_shards)
+def hooks_on_shards(
+    holders: Iterable[Tensor | Optimizer], meet: Callable[[str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """While it is open, hooks of these parameters, or optimizers, run inside of ``ShardedUpdates``.
+
+    Where a call of theirs computes with what other ranks hold, they ``meet`` first.
+    """
+    return hooks_replaced(holders, partial(_on_shards, meet))
 
 
-def _on_shards(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _on_shards(meet: Callable[[str], None], hook: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(hook, updated=())
     def on_shards(*args: Any) -> Any:
-        with ShardedUpdates():
+        with ShardedUpdates(meet):
             result = hook(*args)
         given = args[0]
         return _as_it_lies(result, given) if isinstance(given, DTensor) and isinstance(result, Tensor) else result

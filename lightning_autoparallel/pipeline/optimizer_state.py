@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
+from lightning_autoparallel.cost.optimizer import ADAMW, ADAMW_STATE, OptimizerState
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.pipeline.optimizer_memory import tensor_bytes
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
@@ -38,8 +38,13 @@ def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -
             name = names.get(id(parameter))
             if name is not None:
                 per_byte[name] = per_byte.get(name, 0.0) + kept
-    why = f"{_GUESSED}: {'; '.join(dict.fromkeys(reasons))}" if reasons else None
-    return (OptimizerState(per_byte=per_byte) if per_byte else ADAMW), why
+            elif reasons:  # a wrapper's own copies, say
+                return ADAMW, _guessed(reasons)
+    return (OptimizerState(per_byte=per_byte) if per_byte else ADAMW), _guessed(reasons) if reasons else None
+
+
+def _guessed(reasons: Sequence[str]) -> str:
+    return f"{_GUESSED}: {'; '.join(dict.fromkeys(reasons))}"
 
 
 def _known_or_guessed(optimizer: Optimizer, reasons: list[str]) -> list[tuple[Tensor, float]]:
@@ -52,13 +57,20 @@ def _known_or_guessed(optimizer: Optimizer, reasons: list[str]) -> list[tuple[Te
             return _kept(optimizer)
         except Exception as error:  # whatever an optimizer does that has no values
             reasons.append(f"a step of {name} on tensors without values failed ({error})")
-    return [(parameter, ADAMW.of("")) for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, ADAMW_STATE) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _steps_as_torch(kind: type[Optimizer]) -> bool:
-    """Whether its step, its own or one that it inherits, is written in torch."""
-    step = getattr(kind.step, "__wrapped__", None)
-    return step is not None and f"{step.__module__}.".startswith("torch.optim.")
+def _steps_as_torch(kind: type) -> bool:
+    """Whether an optimizer is one of torch's, or of a class that changes nothing of one but how it is made."""
+    for each in kind.__mro__:
+        if f"{each.__module__}.".startswith("torch.optim."):
+            return each is not Optimizer
+        if any(name != "step" and not name.startswith("__") for name in vars(each)):
+            return False
+        step = vars(each).get("step")  # torch puts its wrapper on every class
+        if step is not None and not f"{step.__module__}.".startswith("torch.optim."):
+            return False
+    return False
 
 
 def _kept(optimizer: Optimizer) -> list[tuple[Tensor, float]]:

@@ -86,14 +86,17 @@ class OwedGradients:
     ) -> None:
         """``Tensor.backward``; leaves follow the parameters that it is asked for, and parameters get what is owed.
 
-        Those that are ``hooked`` get all of it at once, as hooks are given the sum.
+        Those that are ``hooked`` get all of it at once, as hooks are given the sum, where some of it comes by a leaf;
+        not where gradients are to be differentiated, which parts by leaves cannot be.
         """
         asked = kwargs.get("inputs")
         if asked is not None:
             asked = [asked] if isinstance(asked, Tensor) else list(asked)
             kwargs = {**kwargs, "inputs": [*asked, *(leaf for tensor in asked for leaf in self._leaves_of(tensor))]}
         owed = [(parameter, leaf()) for parameter, leaf in self._owed]  # graphs let go of their leaves
-        with gradients_held(hooked) as held:
+        differentiates = inspect.signature(function).bind(*args, **kwargs).arguments.get("create_graph")
+        several = [] if differentiates else [p for p in hooked if any(p is parameter for parameter, _ in self._owed)]
+        with gradients_held(several) as held:
             function(*args, **kwargs)
         joined = [
             (parameter, gradient)
@@ -105,7 +108,7 @@ class OwedGradients:
                 held[id(parameter)].append(gradient)
             else:
                 torch.autograd.backward([parameter], [gradient])
-        for parameter in hooked:
+        for parameter in several:
             if came := held[id(parameter)]:
                 with without_function_modes():
                     total = sum(came[1:], came[0])

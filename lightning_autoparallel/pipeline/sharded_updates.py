@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,14 @@ def needs_no_help(optimizer: Optimizer) -> bool:
 
 
 class ShardedUpdates(TorchDispatchMode):
-    """A dispatch mode, open while an optimizer steps; every rank makes the same calls, on a mesh that all share."""
+    """A dispatch mode, open while an optimizer steps; every rank makes the same calls, on a mesh that all share.
+
+    Where that is not sure, ranks ``meet`` ahead of each call that sends something.
+    """
+
+    def __init__(self, meet: Callable[[str], None] | None = None) -> None:
+        super().__init__()
+        self._meet = meet
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
@@ -84,6 +91,8 @@ class ShardedUpdates(TorchDispatchMode):
         sharded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         if not sharded:
             return func(*args, **kwargs)
+        if self._meet is not None and _sends(func, args, kwargs, sharded):
+            self._meet(func.overloadpacket.__name__)
         result = _dispatched(func, args, kwargs, sharded)
         changed = written(func, args, kwargs)
         for tensor in changed:
@@ -119,6 +128,16 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharde
         raise
     except (NotImplementedError, RuntimeError):  # torch has no rule, and nothing has happened
         return _on_wholes(func, args, kwargs, sharded[0])
+
+
+def _sends(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Sequence[DTensor]) -> bool:
+    """Whether other ranks take part in a call."""
+    if all(map(_is_whole, sharded)):
+        return is_random(func)
+    if func.overloadpacket in _SAME_MEMORY:
+        return False
+    is_by_element = _is_elementwise(func) and not is_random(func)
+    return not is_by_element or _likes(func, args, kwargs) is None
 
 
 def _is_elementwise(func: Any) -> bool:

@@ -222,10 +222,20 @@ class WholeParameters(TorchFunctionMode):
             hooked = [
                 p for p in self._module.parameters() if isinstance(p, DTensor) and p.requires_grad and has_hooks(p)
             ]
-            with hooks_on_shards(hooked):
+            with hooks_on_shards(hooked, self._meet_in_hook):
                 self._owed.backward(func, args, kwargs, hooked)
         finally:
             self.forget()
+
+    def _meet_in_hook(self, function: str) -> None:
+        """Ahead of a call that all ranks take part in, or none.
+
+        Raises:
+            OtherRankError: another rank is elsewhere.
+        """
+        place = f"{user_line()}, where a hook gives {function} a gradient or parameter that lies in shards"
+        if not self._control.agrees(place):
+            raise other_place(self._control.gather(place))
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole, rest = self._whole_of(args[1]), tree_map(self._whole_of, (args[2:], kwargs))

@@ -35,7 +35,7 @@ from lightning_autoparallel.plan.solve import AxisProblem, Producer
 from lightning_autoparallel.plan.what_if import blocked
 
 Named = tuple[tuple[str, str], ...]  # axes and placements
-_INSTEAD = "change or leave out the rules that place them so"
+_INSTEAD = "change or leave out the rule that has it lie so"
 BASE = "fsdp"  # what parameters do that no rule names
 
 
@@ -96,7 +96,7 @@ def find_axis(
     except SearchTimeError:
         raise
     except InfeasiblePlanError as error:
-        why = blocked(all_choices)
+        why = blocked(all_choices) if type(error) is InfeasiblePlanError else ""
         raise (InfeasiblePlanError(f"{why} ({error}): {_INSTEAD}") if why else error) from error
     best = leaner(all_choices, solution)
     others = other_plans(choices, all_choices, best, solution.taken) if with_others else []

@@ -24,6 +24,7 @@ from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
+from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
 from lightning_autoparallel.torch_compat.scalars import numbers_read_by
 
@@ -39,7 +40,7 @@ class OutsideCalls:
 
     def __init__(self, engine: StepEngine) -> None:
         context = engine.context
-        self._module = engine.module
+        self._engine, self._module = engine, engine.module
         self._control = context.control
         self._parameters = WholeParameters(engine.module, context.mesh, context.control, writes=context.own_writes)
         context.own_writes.clear()  # what an earlier training wrote nobody will compare
@@ -73,7 +74,7 @@ class OutsideCalls:
     def backward(self) -> Iterator[None]:
         """Around the backward of a step; what a module's own ``backward`` does beside it is done as in hooks."""
         is_own = type(self._module).backward is not LightningModule.backward  # type: ignore[attr-defined]
-        with self._hook("backward") if is_own else self.inside(), hooks_on_shards(self._module.parameters()):
+        with self._hook("backward") if is_own else self.inside(), hooks_on_shards(self._hooked(), self._meet_in_hook):
             yield
 
     def _call(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +90,7 @@ class OutsideCalls:
     def optimizing(self, optimizer: Optimizer | None = None) -> Iterator[None]:
         """Around steps of optimizers, which a hook may call; hooks of this ``optimizer`` are not."""
         mode, self._hook_mode = self._hook_mode, None
-        hooks = hooks_on_shards([optimizer] if optimizer is not None else [])
+        hooks = hooks_on_shards([optimizer] if optimizer is not None else [], self._meet_in_hook)
         try:
             with mode.left() if mode is not None else contextlib.nullcontext(), hooks:
                 yield
@@ -114,6 +115,14 @@ class OutsideCalls:
 
     def _meet_with(self, function: str) -> None:
         self._meet(f"gives {function} parameters or gradients, and maybe other tensors", "they lie in shards")
+
+    def _meet_in_hook(self, function: str) -> None:
+        self._meet(f"gives {function} a gradient or parameter, in a hook of it", "it lies in shards")
+
+    def _hooked(self) -> list[Tensor]:
+        modes = self._engine.modes
+        every = self._module.parameters() if modes is None else modes.parameters
+        return [parameter for parameter in every if has_hooks(parameter)]
 
     def _whole(self, tensor: DTensor) -> Tensor:
         if not self._inside:

@@ -78,21 +78,32 @@ def hooks_replaced(holders: Iterable[Tensor | Optimizer], replaced: Callable[[Ho
 
     What they hang up or take down meanwhile stays so.
     """
+
+    def once(hook: Hook) -> Hook:
+        if getattr(hook, _REPLACED, False):
+            return hook
+        other = replaced(hook)
+        setattr(other, _REPLACED, True)
+        return other
+
+    with _replaced([hooks for holder in holders for hooks in _hooks_of(holder)], once):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(every: Iterable[Any], replaced: Callable[[Hook], Hook]) -> Iterator[None]:
     kept: list[tuple[Any, Any, Hook, Hook]] = []
-    for hooks in filter(None, map(_hooks_of, holders)):
-        for of_one in hooks:
-            for key, hook in list(of_one.items()):
-                if not getattr(hook, _REPLACED, False):
-                    other = replaced(hook)
-                    setattr(other, _REPLACED, True)
-                    kept.append((of_one, key, hook, other))
-                    of_one[key] = other
+    for hooks in every:
+        for key, hook in list(hooks.items()):
+            other = replaced(hook)
+            kept.append((hooks, key, hook, other))
+            hooks[key] = other
     try:
         yield
     finally:
-        for of_one, key, hook, other in kept:
-            if of_one.get(key) is other:
-                of_one[key] = hook
+        for hooks, key, hook, other in reversed(kept):
+            if hooks.get(key) is other:
+                hooks[key] = hook
 
 
 @contextlib.contextmanager
@@ -102,14 +113,12 @@ def gradients_held(parameters: Iterable[Tensor]) -> Iterator[dict[int, list[Tens
     with contextlib.ExitStack() as stack:
         for parameter in parameters:
             came = held.setdefault(id(parameter), [])
-            for hooks in _hooks_of(parameter):
-                stack.callback(hooks.update, dict(hooks))
-                hooks.clear()
 
             def hold(gradient: Tensor, came: list[Tensor] = came) -> Tensor:
                 came.append(gradient)
                 return torch.zeros_like(gradient)
 
+            stack.enter_context(_replaced(_hooks_of(parameter), lambda hook: lambda *args: None))
             stack.callback(parameter.register_hook(hold).remove)  # type: ignore[no-untyped-call]
         yield held
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_autoparallel.torch_compat.autograd import hooks_replaced
+from lightning_autoparallel.errors import AutoParallelError
+from lightning_autoparallel.torch_compat.autograd import gradients_held, hooks_replaced
 from tests.distributed.jobs import MESH, Net, train
 from tests.support.worlds import Worlds
 
@@ -121,6 +122,31 @@ class Afterwards(Hooked):
         return self.seen
 
 
+class InBackward(Forward):
+    """Each parameter is updated as its gradient comes, which goes at once: no other is there, nor zeros for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.there = False, 0
+        for parameter in self.parameters():
+            parameter.register_hook(partial(self.before, parameter))
+            parameter.register_post_accumulate_grad_hook(self.after)
+
+    def before(self, parameter: Tensor, gradient: Tensor) -> None:
+        self.there += parameter.grad is not None
+
+    @torch.no_grad()
+    def after(self, parameter: Tensor) -> None:
+        parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+
+    def extra(self) -> int:
+        return self.there
+
+
 class AfterSteps(Net):
     """What is hung on an optimizer: constraints of weights before and behind its step, a mean in plain tensors."""
 
@@ -167,7 +193,7 @@ class Replaced(AfterSteps):
         return optimizer
 
 
-KINDS = [Hooked, Forward, Copies, Plainly, Afterwards, AfterSteps, Replaced]
+KINDS = [Hooked, Forward, Copies, Plainly, Afterwards, InBackward, AfterSteps, Replaced]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -190,6 +216,49 @@ def test_the_hooks_change_what_is_trained() -> None:
     for i in range(len(HOOKS)):
         name = f"net.{i}.weight"
         assert not torch.allclose(hooked[name], bare[name], atol=1e-4), HOOKS[i].__name__
+
+
+class OnlyFirst(Hooked):
+    """Rank 0 alone looks at a row of a gradient, which all ranks hold parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(self.look)
+
+    def look(self, gradient: Tensor) -> None:
+        if self.trainer.is_global_zero:
+            self.row = gradient[0].clone()
+
+
+class OnlyFirstInForward(OnlyFirst):
+    strategy: ClassVar[Mapping[str, Any]] = Forward.strategy
+
+
+def fit_in_vain(kind: type[Net]) -> str:
+    try:
+        train(kind, MESH)
+    except AutoParallelError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("kind", [OnlyFirst, OnlyFirstInForward], ids=lambda kind: kind.__name__)
+def test_a_hook_in_which_one_rank_needs_the_others_is_an_error(kind: type[Net], worlds: Worlds) -> None:
+    told = worlds(2).run(fit_in_vain, kind)
+    assert all("in a hook" in each or "where a hook" in each for each in told) and "select" in told[0], told
+
+
+def test_hooks_that_are_taken_down_while_gradients_are_held_stay_down() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    handles = [parameter.register_hook(lambda gradient, i=i: calls.append(i)) for i in range(3)]  # type: ignore[misc]
+    with gradients_held([parameter]) as held:
+        (parameter * 3).sum().backward()
+        handles[1].remove()
+        parameter.register_hook(lambda gradient: calls.append("new"))
+    assert calls == [] and not parameter.grad.any()
+    (parameter * 1).sum().backward()
+    assert calls == [0, 2, "new"]
+    torch.testing.assert_close(held[id(parameter)], [torch.full((2,), 3.0)])
 
 
 def test_what_hooks_hang_up_and_take_down_stays_so() -> None:

@@ -248,7 +248,7 @@ def test_rules_that_leave_no_plan_are_named(policy: str) -> None:
     """Once, whatever might be recomputed."""
     with pytest.raises(InfeasiblePlanError, match=r"nothing leads from S\(2\) to R for conv\.weight") as caught:
         ruled({"conv.weight": {"tp": "S(2)"}}, {"dp_shard": 2, "tp": 2}, activation_checkpointing=policy)
-    assert str(caught.value).count("nothing leads") == 1 and "leave out the rules" in str(caught.value)
+    assert str(caught.value).count("nothing leads") == 1 and "leave out the rule" in str(caught.value)
 
 
 def test_rules_of_an_axis_that_is_not_there_are_told() -> None:

@@ -63,8 +63,8 @@ class _Control:
     def __init__(self, name: str, unlisted: str | None = None) -> None:
         self._first = name, unlisted
 
-    def gather(self, own: tuple[str, str | None]) -> list[tuple[str, str | None]]:
-        return [self._first, own]
+    def told_by_first(self, own: tuple[str, str | None]) -> tuple[str, str | None]:
+        return self._first
 
 
 @pytest.mark.parametrize(("backend", "name"), [("gloo", "cpu"), ("fake", "h100"), ("nccl", "h200")])
