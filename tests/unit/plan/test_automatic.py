@@ -140,9 +140,11 @@ def test_moves_hide_what_the_parameters_of_their_part_send(fake_mesh, monkeypatc
     }
     assert adds, "sums of gradients"
     monkeypatch.setattr(axis_choices, "_LATER", 0.0)
-    places = {node.name: seen[0]._repeats.places.get(node, 0.0) for node in seen[0].nodes}
+    names = {node: seen[0].free[node].name if node in seen[0].free else node.name for node in seen[0].nodes}
+    places = {names[node]: seen[0]._repeats.places.get(node, 0.0) for node in seen[0].nodes}
     for value, alike in zip(problem.values, seen[0].problem().values, strict=True):
-        more = 1 + 0.01 * places.get(value.name.rpartition(".")[0], 0.0)  # parameters have their own names
+        made = value.name if value.name in places else value.name.rpartition(".")[0]
+        more = 1 + 0.01 * places[made]
         for found, times_us in zip(value.moves_us, alike.moves_us, strict=True):
             assert found == pytest.approx(tuple(more * time_us for time_us in times_us)), "a later one takes more"
 
