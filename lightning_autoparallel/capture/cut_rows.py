@@ -2,7 +2,8 @@
 
 Who makes a batch may put rows of one kind behind those of another (``labelled, unlabelled = x.chunk(2)``,
 ``x.view(ways, -1, d)``). A captured step has the rows of one rank behind those of another, where halves are others'.
-Neighbours stay together (``x.view(-1, 2, d)``), and what the step itself has joined (``cat``) comes apart rightly.
+Where each rank has one row, ``x[0]`` is that of rank 0. Neighbours stay together (``x.view(-1, 2, d)``), and what the
+step itself has joined (``cat``) comes apart rightly.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ OTHER_CALLS = "other operators are called on twice the rows"
 _END = 2**62  # what a slice without an end has is above it
 
 
-def may_cut_rows(graph: fx.Graph, length: int) -> bool:
+def may_cut_rows(graph: fx.Graph, length: int, is_single: bool = False) -> bool:
     """Whether the forward might take ``length`` rows apart: rough, but it asks no second run.
 
-    Blocks that stand for many are not looked into.
+    Where each rank ``is_single``, has one row, it might take that out. Blocks that stand for many are not looked into.
     """
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or fxn.is_backward(node):
@@ -38,6 +39,8 @@ def may_cut_rows(graph: fx.Graph, length: int) -> bool:
         given = fxn.values(node.args[0])[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if given is None or not given.dim() or not given.shape[0] or given.shape[0] % length:
             continue
+        if is_single and _takes_one(node.target, node.args, node.kwargs, given.dim()):
+            return True
         if name_of(node.target) in _VIEWS:
             leading = fxn.values(node)[0].shape[:1]  # type: ignore[union-attr]
             if leading and 1 < leading[0] < given.shape[0] and leading[0] % length:
@@ -48,14 +51,21 @@ def may_cut_rows(graph: fx.Graph, length: int) -> bool:
 
 
 def check_cut_rows(
-    name: str, line: str, once: Sequence[Call], twice: Sequence[Call], batch: Collection[Tensor], length: int
+    name: str,
+    line: str,
+    once: Sequence[Call],
+    twice: Sequence[Call],
+    batch: Collection[Tensor],
+    length: int,
+    is_single: bool = False,
 ) -> None:
     """Rows of the ``batch``, the tensors of the run ``once`` that have ``length`` of them, stay in their order.
 
     ``twice`` has the calls of a run on twice the rows, ``line`` is where the step begins.
 
     Raises:
-        CaptureError: they are taken apart at places that depend on how many there are.
+        CaptureError: they are taken apart at places that depend on how many there are; or one of them is taken out,
+            where each rank ``is_single``, has one.
     """
     if [call.operator for call in once] != [call.operator for call in twice]:
         raise untold(name, line, OTHER_CALLS)
@@ -63,8 +73,10 @@ def check_cut_rows(
     for one, other in zip(once, twice, strict=True):
         if not isinstance(one.operator, OpOverload) or name_of(one.operator) in _JOINS:
             continue
-        if one.args and id(one.args[0]) in ordered and _takes_apart(one, other):
-            raise CaptureError(_refused(name, line, name_of(one.operator), tuple(one.args[0].shape)))
+        if one.args and id(one.args[0]) in ordered:
+            takes_one = is_single and _takes_one(one.operator, one.args, one.kwargs, one.args[0].dim())
+            if takes_one or _takes_apart(one, other):
+                raise CaptureError(_refused(name, line, name_of(one.operator), tuple(one.args[0].shape)))
         if any(id(leaf) in ordered for leaf in tree_leaves((one.args, one.kwargs))):
             pairs = zip(_tensors(one.result), _tensors(other.result), strict=False)
             ordered.update(id(a) for a, b in pairs if _are_rows(a, b, length))
@@ -82,6 +94,15 @@ def _takes_apart(one: Call, other: Call) -> bool:
         return 1 < before[:1][0] < given.shape[0] and before[0] == behind[0] if before and behind else False
     cuts = _cuts(one.operator, one.args, one.kwargs, given.dim())
     return cuts is not None and cuts != _cuts(other.operator, other.args, other.kwargs, grown.dim())
+
+
+def _takes_one(operator: Any, args: Any, kwargs: Any, dims: int) -> bool:
+    """Whether dim 0 goes, as it may where it is one row: ``x[0]``, ``x.squeeze(0)``."""
+    called, dim = name_of(operator), named_arguments(operator, args, kwargs).get("dim")
+    if called == "select":
+        return (dim or 0) % dims == 0
+    every = range(dims) if dim is None else [dim] if isinstance(dim, int) else dim
+    return called == "squeeze" and any(each % dims == 0 for each in every)
 
 
 def _cuts(operator: Any, args: Any, kwargs: Any, dims: int) -> Hashable:

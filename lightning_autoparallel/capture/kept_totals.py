@@ -2,12 +2,10 @@
 
 A captured step computes on the rows of all ranks. A mean is then the mean, but a sum is that of all of them on every
 rank: hooks that join it with ``all_gather``, ``sync_dist`` or ``torch.distributed`` would count each row once per rank.
-Neither does a loss that is divided by the batch size of a loader, which is one rank's, come out as it should.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +15,12 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.growth import Call, Recording, growths
 from lightning_autoparallel.capture.growth_rules import ZERO, Growth, is_view
 from lightning_autoparallel.capture.places import Place
-from lightning_autoparallel.capture.reads import Read, StateReads
+from lightning_autoparallel.capture.reads import StateReads
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 _COPIES = "copy_"
 _ADDS = ("add", "sub", "index_add", "scatter_add", "index_put")
-_OF_BATCHES = re.compile(r"batch|^bs$|_bs$", re.IGNORECASE)  # names of numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +72,6 @@ def check_shown(name: str, once: Run, twice: Run, buffers: Mapping[str, Tensor],
     for buffer, growth in zip(sums, found[len(values) :], strict=True):
         if _grows(growth):
             raise _refused(name, once.entered, f"buffer {buffer}")
-
-
-def check_loss(once: Run, twice: Run, rows: Collection[int], reads: StateReads) -> None:
-    """The loss may be a sum over all rows, but not with a number that is among the ``rows`` of one rank.
-
-    Raises:
-        CaptureError: the step reads such a number.
-    """
-    if once.loss is None or twice.loss is None:
-        return
-    read = own_rows_read(rows, reads)
-    if read is not None and _grows(growths(once.calls, twice.calls, [(once.loss, twice.loss)])[0]):
-        raise CaptureError(
-            f"{read.line} reads {read.place.text}, which is {read.frozen.value} like the rows of one rank, and "
-            "the loss grows with the rows of all ranks, which a captured step computes on: divided by that number it "
-            "is as many times too large as there are ranks; a mean, or len(batch), is right on any number of them"
-        )
-
-
-def own_rows_read(rows: Collection[int], reads: StateReads) -> Read | None:
-    """The first number of a batch, by its name, that the step reads outside of it and that is among ``rows``."""
-    numbers = (read for read in reads.reads.values() if type(read.frozen.value) in (int, float))
-    found = (read for read in numbers if read.frozen.value > 1 and read.frozen.value in rows)
-    return next((read for read in found if _OF_BATCHES.search(str(read.place.key))), None)
 
 
 def changes_buffers(buffers: Collection[int], changed: Collection[int], reads: StateReads) -> bool:

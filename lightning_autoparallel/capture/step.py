@@ -14,25 +14,18 @@ from torch import Tensor, nn
 from lightning_autoparallel.capture.batch import BatchLayout, BatchLeaf
 from lightning_autoparallel.capture.call_layouts import capture_failed, check_constants, own_results
 from lightning_autoparallel.capture.changed_inputs import changes_input, check_outputs, line_of
-from lightning_autoparallel.capture.cut_rows import check_cut_rows, may_cut_rows, untold
 from lightning_autoparallel.capture.data_dependence import data_dependent
 from lightning_autoparallel.capture.decompositions import planning_decompositions
 from lightning_autoparallel.capture.edges import marked_edges
 from lightning_autoparallel.capture.effects import StepEffects, undone_afterwards
 from lightning_autoparallel.capture.kept_totals import (
     Shown,
-    changes_buffers,
-    check_loss,
-    check_shown,
-    own_rows_read,
-    recorded,
 )
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
-from lightning_autoparallel.capture.picked_rows import check_picked_rows
-from lightning_autoparallel.capture.picks_in_graph import whole_numbers
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
+from lightning_autoparallel.capture.rows_of_all import check_as_on_one_rank
 from lightning_autoparallel.capture.sources import record_sources
 from lightning_autoparallel.capture.stand_ins import without_stand_ins
 from lightning_autoparallel.capture.state import StepState
@@ -320,7 +313,7 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
             return None
         step.batch_dims = _batch_dims(request, step, arguments, twice)
         if twice:
-            _check_totals(request, step, export, arguments, twice)
+            check_as_on_one_rank(request, step, export, arguments, twice)
     blocks.expand(export.graph_module)
     for paths in blocks.traced_once:
         step.state.reads.mirror(paths)
@@ -384,55 +377,6 @@ def _batch_dims(
             step(*arguments)  # what the step recorded is again that of its own batch
 
     return batch_dims_of(step.name_of, step.shapes, lengths, of_twice_the_rows, request.training)
-
-
-def _check_totals(
-    request: StepRequest, step: _Step, export: JointExport, arguments: tuple[Tensor, ...], twice: tuple[Tensor, ...]
-) -> None:
-    """Whether rows are found, and what hooks see and the loss are, as they would be on this rank's rows."""
-    places = range(len(request.parameters), len(request.parameters) + len(request.buffers))
-    reads, rows = step.state.reads, {leaf.shape[0] for leaf in request.layout.tensors if leaf.batched and leaf.shape}
-    is_seen = request.seen_by_hooks and (
-        step.results > int(step.loss is not None)
-        or bool(step.shown())
-        or changes_buffers(places, step.state.changed_at, reads)
-    )
-    picking = whole_numbers(request.layout.tensors, arguments, places.stop, export)
-    batch = [
-        given for given, leaf in zip(arguments[places.stop :], request.layout.tensors, strict=True) if leaf.batched
-    ]
-    cuts = bool(batch) and may_cut_rows(export.graph_module.graph, len(batch[0]))
-    if not picking and not cuts and not is_seen and (step.loss is None or own_rows_read(rows, reads) is None):
-        return
-    try:
-        of_twice, of_once = recorded(lambda: _given(step, twice)), recorded(lambda: _given(step, arguments))
-    except StartOver:
-        raise
-    except Exception as error:
-        step(*arguments)  # what the step recorded is again that of its own batch
-        if picking or cuts:
-            why = f"it does not run on twice its rows ({type(error).__name__}: {error})"
-            raise untold(request.name, step.state.entered, why) from error
-        if is_seen:
-            request.notice(
-                f"autoparallel: {request.name} does not run on twice its rows ({type(error).__name__}: {error}): if it "
-                "gives sums over rows to hooks, these are sums over the rows of all ranks"
-            )
-        return
-    if picking:
-        check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
-    if cuts:
-        check_cut_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, batch, len(batch[0]))
-    check_loss(of_once, of_twice, rows, reads)
-    if is_seen:
-        check_shown(
-            request.name, of_once, of_twice, dict(zip(request.buffers, arguments[places.start :], strict=False)), reads
-        )
-
-
-def _given(step: _Step, tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, list[Shown], str]:
-    results = step(*tensors)
-    return step.loss, step.shown(results), step.state.entered
 
 
 def _fake_arguments(request: StepRequest, times: int = 1) -> tuple[Tensor, ...]:

@@ -52,3 +52,15 @@ class ViewsJoinedInTheStep(Case):
         x, y = batch
         one, other = self.net(torch.cat([x, x * 0.9])).chunk(2)
         return F.cross_entropy(one, y) + (one - other).square().mean()
+
+
+class OneRowEach(Case):
+    """Loaders of one row, a bag of instances, which the step takes out."""
+
+    pair = True
+    rows = 2
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        bag = self.net(x[0].view(2, 2).repeat(1, 2))  # instances of the bag
+        return F.cross_entropy((bag * bag.softmax(0)).sum(0, keepdim=True), y[:1])

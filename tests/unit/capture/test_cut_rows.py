@@ -24,14 +24,14 @@ def _recorded(step: Step, x: Tensor) -> list[Call]:
     return recording.calls
 
 
-def check(step: Step) -> None:
+def check(step: Step, is_single: bool = False) -> None:
     x = torch.randn(ROWS, 3, 4)
     once, twice = _recorded(step, x), _recorded(step, torch.cat([x, x]))
-    check_cut_rows("training_step", "here.py:1", once, twice, [x], ROWS)
+    check_cut_rows("training_step", "here.py:1", once, twice, [x], ROWS, is_single)
 
 
-def may_cut(step: Step) -> bool:
-    return may_cut_rows(make_fx(step, tracing_mode="fake")(torch.randn(ROWS, 3, 4)).graph, ROWS)
+def may_cut(step: Step, is_single: bool = False) -> bool:
+    return may_cut_rows(make_fx(step, tracing_mode="fake")(torch.randn(ROWS, 3, 4)).graph, ROWS, is_single)
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -83,3 +83,28 @@ def test_rows_that_stay_together_are_not(step: Step) -> None:
 @pytest.mark.parametrize("name", ["another dim", "heads", "merged and back", "a column"])
 def test_most_steps_need_no_second_run(name: str) -> None:
     assert not may_cut(TOGETHER[name])
+
+
+SINGLE: dict[str, Step] = {
+    "index": lambda x: x[0].mean(),
+    "squeeze": lambda x: x.squeeze(0).softmax(0),
+    "squeeze of all": lambda x: torch.tanh(x).squeeze(),
+    "select": lambda x: x.relu().select(0, -1),
+}
+
+
+@pytest.mark.parametrize("step", SINGLE.values(), ids=SINGLE.keys())
+def test_a_row_that_is_taken_out_of_a_batch_of_one_is_refused(step: Step) -> None:
+    """Of several rows of a rank it is one like others."""
+    assert may_cut(step, is_single=True) and not may_cut(step)
+    check(step)
+    with pytest.raises(CaptureError, match="takes the batch's rows apart"):
+        check(step, is_single=True)
+
+
+def test_other_dims_of_a_batch_of_one_may_go() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x[:, 0].mean(-1) + x.mean((1, 2), keepdim=True).squeeze(-1).squeeze(1)
+
+    assert not may_cut(step, is_single=True)
+    check(step, is_single=True)

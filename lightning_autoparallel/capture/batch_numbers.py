@@ -1,0 +1,97 @@
+"""Numbers outside of the batch that are one rank's rows (``self.batch_size``): a captured step has the rows of all.
+
+Divided by such a number a sum is as many times too large as there are ranks, and a loop over so many rows leaves those
+of other ranks out. So the step runs once more with the rows of all ranks in its place: it may compute nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_autoparallel.capture.growth import Call
+from lightning_autoparallel.capture.kept_totals import Run
+from lightning_autoparallel.capture.places import Place, item_of
+from lightning_autoparallel.capture.plain import Frozen
+from lightning_autoparallel.capture.reads import StateReads
+from lightning_autoparallel.capture.watch import StartOver
+from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.torch_compat.tree import tree_flatten
+
+_OF_BATCHES = re.compile(r"batch(?!es|_?idx|_?index)|^bsz?$|_bsz?$", re.IGNORECASE)  # names of numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRows:
+    """A number that is one rank's rows: where it is kept, and the line that read it."""
+
+    place: Place
+    value: float
+    line: str
+
+
+def own_rows_read(rows: Collection[int], reads: StateReads) -> list[OwnRows]:
+    """Numbers of a batch, by their names, that the step reads outside of it and that are among ``rows``."""
+    found = [(read.line, *each) for read in list(reads.reads.values()) for each in _numbers(read.place, read.frozen)]
+    return [
+        OwnRows(place=place, value=value, line=line)
+        for line, place, value in found
+        if value in rows and _OF_BATCHES.search(str(place.key))
+    ]
+
+
+def _numbers(place: Place, frozen: Frozen) -> Iterator[tuple[Place, float]]:
+    """Those there, also in dicts (``hparams``)."""
+    if type(frozen.value) in (int, float):
+        yield place, frozen.value
+    elif frozen.parts is not None and isinstance(frozen.value, dict):
+        for key, part in frozen.parts.items():
+            yield from _numbers(item_of(place, key), part)
+
+
+def with_rows_of_all(own: Sequence[OwnRows], shards: int, reads: StateReads, run: Callable[[], Run]) -> Run | None:
+    """What ``run`` gives where these numbers are those of all ``shards``; None if it fails, or there are none."""
+    if not own:
+        return None
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, reads, "reads", reads.reads)
+        reads.reads = {}  # what the step finds in this run it will not find again
+        for read in own:
+            stack.callback(read.place.write, read.place.read())
+            read.place.write(read.value * shards)
+        try:
+            return run()
+        except (StartOver, Exception):  # so many rows are not there, say: whatever it is, the number counts
+            return None
+
+
+def check_own_rows(name: str, once: Run, of_all: Run | None, own: Sequence[OwnRows]) -> None:
+    """The numbers do not count, but for what is logged beside them.
+
+    Raises:
+        CaptureError: they do.
+    """
+    if not own or (of_all is not None and _told(once.calls) == _told(of_all.calls)):
+        return
+    read = own[0]
+    raise CaptureError(
+        f"{read.line} reads {read.place.text}, which is {read.value} like the rows of one rank, and {name} "
+        "would compute something else by it for the rows of all ranks, which a captured step computes on; a mean, or "
+        "len(batch), is right on any number of them"
+    )
+
+
+def _told(calls: Sequence[Call]) -> list[Any]:
+    """What is called on what, values of tensors apart."""
+    told = []
+    for call in calls:
+        if str(call.operator).startswith("prim."):
+            continue  # questions, which a run asks where it reads something for the first time
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        told.append((call.operator, spec, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]))
+    return told
