@@ -45,7 +45,7 @@ def may_cut_rows(graph: fx.Graph, length: int, is_single: bool = False) -> bool:
             leading = fxn.values(node)[0].shape[:1]  # type: ignore[union-attr]
             if leading and 1 < leading[0] < given.shape[0] and leading[0] % length:
                 return True
-        elif _cuts(node.target, node.args, node.kwargs, given.dim()) not in (None, (0, _END)):
+        elif _cuts(node.target, node.args, node.kwargs, given.shape) is not None:
             return True
     return False
 
@@ -92,8 +92,8 @@ def _takes_apart(one: Call, other: Call) -> bool:
     if name_of(one.operator) in _VIEWS:
         before, behind = tuple(one.result.shape), tuple(other.result.shape)
         return 1 < before[:1][0] < given.shape[0] and before[0] == behind[0] if before and behind else False
-    cuts = _cuts(one.operator, one.args, one.kwargs, given.dim())
-    return cuts is not None and cuts != _cuts(other.operator, other.args, other.kwargs, grown.dim())
+    cuts = _cuts(one.operator, one.args, one.kwargs, given.shape)
+    return cuts != _cuts(other.operator, other.args, other.kwargs, grown.shape)
 
 
 def _takes_one(operator: Any, args: Any, kwargs: Any, dims: int) -> bool:
@@ -105,15 +105,18 @@ def _takes_one(operator: Any, args: Any, kwargs: Any, dims: int) -> bool:
     return called == "squeeze" and any(each % dims == 0 for each in every)
 
 
-def _cuts(operator: Any, args: Any, kwargs: Any, dims: int) -> Hashable:
+def _cuts(operator: Any, args: Any, kwargs: Any, shape: Sequence[int]) -> Hashable:
     """Where dim 0 is cut; None where nothing cuts it."""
     called, given = name_of(operator), named_arguments(operator, args, kwargs)
-    if (called not in _SPLITS and called != "slice") or given.get("dim", 0) % dims:
+    if (called not in _SPLITS and called != "slice") or given.get("dim", 0) % len(shape):
         return None
     if called != "slice":
-        return tuple(map(str, args[1:2]))
-    start, end = given.get("start"), given.get("end")
-    return start or 0, _END if end is None or end >= _END else end
+        sizes = args[1] if len(args) > 1 else None
+        is_one = len(sizes) == 1 if isinstance(sizes, (list, tuple)) else sizes == 1 and called == "chunk"
+        return None if is_one or (called.endswith("split") and sizes == shape[0]) else str(sizes)
+    start, end = given.get("start") or 0, given.get("end")
+    end = _END if end is None or end >= shape[0] else end
+    return None if (start, end) == (0, _END) else (start, end)
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -18,6 +18,7 @@ from lightning_autoparallel.capture.growth_rules import is_view, name_of
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.dispatch import OpOverload
+from lightning_autoparallel.torch_compat.schemas import named_arguments
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 Picked = tuple[Any, int | None, Any]  # of which tensor, along which dim or over all of it, what is the position
@@ -75,7 +76,7 @@ def _follow(called: str, one: Call, other: Call, held: dict[int, str], found: se
     for place, result in enumerate(results):
         whole = may_hold(result.dtype) or (result.dtype != torch.bool and is_by_element(one.operator))
         if FOUND.get(called) == place and len(results) > place:
-            dim = dim_of(called, one.args)
+            dim = dim_of(one.operator, one.args, one.kwargs)
             if any(a != b for a, b in zip(_along(one, dim), _along(other, dim), strict=False)):
                 found.add(id(result))
                 continue
@@ -97,12 +98,12 @@ def _along(call: Call, dim: int | None) -> tuple[int, ...]:
     return shape if dim is None or not shape else (shape[dim],)
 
 
-def dim_of(called: str, args: Sequence[Any]) -> int | None:
+def dim_of(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Along which dim a call finds positions; None for all of them."""
-    place = 2 if called in ("topk", "kthvalue") else 1
-    if len(args) > place:
-        return args[place] if isinstance(args[place], int) else None
-    return None if called.startswith("arg") and called != "argsort" else -1
+    usual = None if name_of(operator) in ("argmax", "argmin") else -1
+    has_dim = any(argument.name == "dim" for argument in operator._schema.arguments)
+    dim = named_arguments(operator, args, kwargs).get("dim", usual) if has_dim else None
+    return dim if isinstance(dim, int) else None
 
 
 def _is_longer_range(called: str, one: Call, other: Call) -> bool:

@@ -76,8 +76,8 @@ def may_pick_rows(graph: fx.Graph, held: Collection[fx.Node], state: Collection[
 
 def _is_found_in_state(node: fx.Node, state: Collection[fx.Node]) -> bool:
     """Whether positions are among classes, say, not among rows."""
-    called = name_of(node.target)  # type: ignore[arg-type]
-    dim = dim_of(called, node.args) if called in FOUND else None
+    operator: Any = node.target
+    dim = dim_of(operator, node.args, node.kwargs) if name_of(operator) in FOUND else None
     return dim is not None and _is_of_state(node.args[0], dim, state)  # type: ignore[arg-type]
 
 

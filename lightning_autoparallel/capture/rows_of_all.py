@@ -44,17 +44,22 @@ def check_as_on_one_rank(
     ]
     length = len(batch[0]) if batch else 0
     is_single = length == request.batch_shards
-    cuts = bool(batch) and may_cut_rows(export.graph_module.graph, length, is_single)
+    cuts = length > 0 and may_cut_rows(export.graph_module.graph, length, is_single)
     own = own_rows_read(rows, reads)
     if not (picking or cuts or is_seen or own):
         return
     once = partial(recorded, lambda: _given(step, arguments))
-    of_all = with_rows_of_all(own, request.batch_shards, reads, once)
+    if own:
+        of_once = once()
+        check_own_rows(request.name, of_once, with_rows_of_all(own, request.batch_shards, step.state, once), own)
+    if not (picking or cuts or is_seen):
+        step(*arguments)  # what the step recorded is again that of its own batch
+        return
     try:
         of_twice, of_once = recorded(lambda: _given(step, twice)), once()
     except Exception as error:
-        step(*arguments)  # what the step recorded is again that of its own batch
-        if picking or cuts or own:
+        step(*arguments)
+        if picking or cuts:
             why = f"it does not run on twice its rows ({type(error).__name__}: {error})"
             raise untold(request.name, step.state.entered, why) from error
         if is_seen:
@@ -67,7 +72,6 @@ def check_as_on_one_rank(
         check_picked_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, picking)
     if cuts:
         check_cut_rows(request.name, of_once.entered, of_once.calls, of_twice.calls, batch, length, is_single)
-    check_own_rows(request.name, of_once, of_all, own)
     if is_seen:
         check_shown(
             request.name, of_once, of_twice, dict(zip(request.buffers, arguments[places.start :], strict=False)), reads

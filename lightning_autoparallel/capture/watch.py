@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,15 @@ class Watcher:
     def start(self) -> None:
         """A run of the step begins; what earlier ones decided and fed is kept, as all runs are of one step."""
         self.uses = 0
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What a run inside decides, feeds and refuses is not kept."""
+        guards, fed, refusal = dict(self._guards), dict(self.fed), self.refusal
+        try:
+            yield
+        finally:
+            self._guards, self.fed, self.refusal = guards, fed, refusal
 
     def forget(self) -> None:
         """The capture starts over."""

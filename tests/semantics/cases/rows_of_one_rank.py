@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -65,6 +67,32 @@ class ValidatesBySums(_Counts):
         self.log("hits", hits, on_epoch=True, sync_dist=True, batch_size=self.batch_size)
 
 
+class DividedByATensor(_Counts):
+    pair = True
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, reduction="sum") / torch.tensor(self.batch_size) + x.square().mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What nobody can set."""
+
+    batch_size: int
+
+
+class FrozenSettings(_Counts):
+    pair = True
+
+    def setup(self, stage):
+        self.settings = Settings(self.rows // self.trainer.world_size)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, reduction="sum") / self.settings.batch_size + x.square().mean()
+
+
 class LoggedBesideIt(_Counts):
     """What only says how much a logged value weighs changes nothing."""
 
@@ -72,7 +100,7 @@ class LoggedBesideIt(_Counts):
     quick = pair = True
 
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
+        loss = self.loss(batch) + self.net(batch[0]).masked_fill(batch[0][:, :1] > 9, float("nan")).mean()
         self.log("loss", loss, batch_size=self.hparams.batch_size)
         self.log("other", loss * 2, batch_size=self.batch_size)
         return loss

@@ -60,6 +60,7 @@ TOGETHER: dict[str, Step] = {
     "the first": lambda x: x[:3].mean() + x[0].mean(),
     "all but the first": lambda x: x[1:] - x[:-1],
     "pieces of one size": lambda x: torch.stack([piece.mean() for piece in x[:4].split(2)]),
+    "all": lambda x: x[: len(x)].mean() + x.split(len(x))[0].mean() + x.chunk(1)[0].mean(),
     "another dim": lambda x: x.chunk(2, -1)[0] + x[:, : x.shape[1] // 2].sum(),
     "joined here": _joined_halves,
     "heads": lambda x: x.view(len(x), 3, 2, 2).transpose(1, 2),
@@ -80,7 +81,7 @@ def test_rows_that_stay_together_are_not(step: Step) -> None:
     check(step)
 
 
-@pytest.mark.parametrize("name", ["another dim", "heads", "merged and back", "a column"])
+@pytest.mark.parametrize("name", ["all", "another dim", "heads", "merged and back", "a column"])
 def test_most_steps_need_no_second_run(name: str) -> None:
     assert not may_cut(TOGETHER[name])
 

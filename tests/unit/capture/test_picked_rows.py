@@ -72,6 +72,7 @@ POSITIONS: dict[str, Step] = {
     "one_hot": lambda x, own: F.one_hot(own, len(x)).float() * (x @ x.T),
     "compared with numbers": lambda x, own: (own[:, None] == torch.arange(len(x))).float() * (x @ x.T),
     "compared with what was retrieved": lambda x, own: ((x @ x.T).argmax(1) == own).float().mean(),
+    "compared with places": lambda x, own: (torch.sort(x, dim=0, stable=True)[1] == own[:, None]).float() * x,
     "margin": lambda x, own: F.multi_margin_loss(x @ x.T, own),
 }
 OTHERS: dict[str, Step] = {
