@@ -90,8 +90,8 @@ def _are_rows(one: Tensor, other: Tensor, length: int) -> bool:
 def _takes_apart(one: Call, other: Call) -> bool:
     given, grown = one.args[0], other.args[0]
     if name_of(one.operator) in _VIEWS:
-        before, behind = tuple(one.result.shape), tuple(other.result.shape)
-        return 1 < before[:1][0] < given.shape[0] and before[0] == behind[0] if before and behind else False
+        leading = one.result.shape[:1]
+        return bool(leading) and 1 < leading[0] < given.shape[0] and leading == other.result.shape[:1]
     cuts = _cuts(one.operator, one.args, one.kwargs, given.shape)
     return cuts != _cuts(other.operator, other.args, other.kwargs, grown.shape)
 

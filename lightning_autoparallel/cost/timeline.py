@@ -20,12 +20,10 @@ from lightning_autoparallel.cost.collective import collective_time_us, moving_ti
 from lightning_autoparallel.cost.compute import graph_times_us
 from lightning_autoparallel.cost.groups import GroupShape
 from lightning_autoparallel.cost.hardware import HardwareSpec
-from lightning_autoparallel.cost.streams import COMPUTE, Span, Streams
+from lightning_autoparallel.cost.streams import Span, Streams
 from lightning_autoparallel.cost.traffic import Sending, Use, shared_links
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
-
-__all__ = ["COMPUTE", "Span", "Timeline", "predict_timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from torch import fx
 
 from lightning_autoparallel.contracts import PartitionedGraph
 from lightning_autoparallel.cost import CostModel
-from lightning_autoparallel.cost.timeline import COMPUTE, use_of
+from lightning_autoparallel.cost.streams import COMPUTE
+from lightning_autoparallel.cost.timeline import use_of
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.bucketing import BucketLimit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_autoparallel.cost import Timeline
-from lightning_autoparallel.cost.timeline import COMPUTE
+from lightning_autoparallel.cost.streams import COMPUTE
 from lightning_autoparallel.fx import nodes as fxn
 
 _NONE = 1e-6  # microseconds, of sums of many

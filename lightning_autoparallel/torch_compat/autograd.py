@@ -70,6 +70,7 @@ class Attached:
 
 
 Hook = Callable[..., Any]
+_REPLACED = "_autoparallel_replaced"  # on what stands in the place of a hook
 
 
 @contextlib.contextmanager
@@ -121,9 +122,6 @@ def gradients_held(parameters: Iterable[Tensor]) -> Iterator[dict[int, list[Tens
             stack.enter_context(_replaced(_hooks_of(parameter), lambda hook: lambda *args: None))
             stack.callback(parameter.register_hook(hold).remove)  # type: ignore[no-untyped-call]
         yield held
-
-
-_REPLACED = "_autoparallel_replaced"
 
 
 def _hooks_of(holder: Tensor | Optimizer) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_autoparallel.cost import CostModel, GroupShape, predict_timeline
-from lightning_autoparallel.cost.timeline import COMPUTE
+from lightning_autoparallel.cost.streams import COMPUTE
 from lightning_autoparallel.errors import UnsupportedOpError
 from tests.unit.cost._graphs import PAIR, ROUND, Builder, aten
 
