@@ -25,7 +25,7 @@ from lightning_autoparallel.lightning_compat.flavour import (
 if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning import __version__ as LIGHTNING_VERSION
     from lightning.fabric.utilities import distributed
-    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
         Callback,
@@ -69,7 +69,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 else:
     from lightning_fabric.utilities import distributed
-    from lightning_fabric.utilities.seed import reset_seed
+    from lightning_fabric.utilities.seed import pl_worker_init_function, reset_seed
     from pytorch_lightning import LightningDataModule, LightningModule, Trainer
     from pytorch_lightning import __version__ as LIGHTNING_VERSION
     from pytorch_lightning.callbacks import (
@@ -306,6 +306,7 @@ __all__ = [
     "kept_predictions",
     "layer_sync",
     "mixed_flavours",
+    "pl_worker_init_function",
     "rank_zero_debug",
     "rank_zero_info",
     "rank_zero_only",

@@ -27,6 +27,7 @@ from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
 
 PATIENCE = timedelta(seconds=20)  # of a rank with an error, for others to come and hear of it
+_LEAST = -(2**62)  # less than any number that is compared, or its negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,15 @@ class StepIdentity:
 
 
 class ControlGroup:
-    """All ranks on a gloo group apart from the mesh's: nothing the step launches is counted or delayed by it."""
+    """All ranks on a gloo group apart from the mesh's: nothing the step launches is counted or delayed by it.
+
+    ``shards`` says of each rank which batch shard it has a part of, where several ranks have parts of one.
+    """
 
     ring_up_to = RING_UP_TO
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, shards: Sequence[int] = ()) -> None:
+        self.shards = tuple(shards)
         # A fake world has one process, which agrees with itself.
         self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
         with one_gloo_thread():
@@ -85,13 +90,29 @@ class ControlGroup:
         """As ``agrees``, where some ranks may never come: None if they have not within 20 s."""
         return self._compare(text, PATIENCE)
 
+    def agrees_in_shards(self, text: str, shared: str) -> bool | None:
+        """Whether ranks of each batch shard gave the same ``shared``; None if not all ranks gave the same text."""
+        if self._alone:
+            return True
+        bounds = self._most(self._numbers(text, shared))
+        assert bounds is not None, "without a timeout of its own it ends with that of the group, which raises"
+        agreed = (bounds[:, 0] == -bounds[:, 1]).tolist()
+        return all(agreed[1:]) if agreed[0] else None
+
     def _compare(self, text: str, timeout: timedelta | None, late: Callable[[], None] | None = None) -> bool | None:
         """Whether every rank gave the same text; None if some took longer than ``timeout``."""
         if self._alone:
             return True
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        bounds = self._most(torch.tensor([number, -number]), timeout, late)
-        return None if bounds is None else bool(bounds[0] == -bounds[1])
+        bounds = self._most(self._numbers(text), timeout, late)
+        return None if bounds is None else bool(bounds[0, 0] == -bounds[0, 1])
+
+    def _numbers(self, text: str, shared: str = "") -> Tensor:
+        """What is compared, as a number and its negative; below that of each batch shard, in calls of all kinds."""
+        numbers = torch.full((1 + len(set(self.shards)), 2), _LEAST)
+        numbers[0] = _number(text)
+        if self.shards:
+            numbers[1 + self.shards[dist.get_rank()]] = _number(shared)
+        return numbers
 
     def _most(
         self, mine: Tensor, timeout: timedelta | None = None, late: Callable[[], None] | None = None
@@ -314,15 +335,35 @@ def check_same_rows(control: ControlGroup, shard: int, digests: Mapping[str, str
     Raises:
         ConfigError: ranks of one shard hold different rows.
     """
+    apart = rows_apart(control.gather((shard, digests)))
+    if apart is not None:
+        raise other_rows(apart)
+
+
+def other_rows(apart: str) -> ConfigError:
+    """The error of loaders that were not made for the mesh."""
+    return ConfigError(
+        f"{apart}: only dp_* axes divide the batch; let the Trainer make the sampler, or give "
+        "yours **strategy.distributed_sampler_kwargs and the same seed on every rank"
+    )
+
+
+def rows_apart(everyone: Sequence[tuple[int, Mapping[str, str]]]) -> str | None:
+    """Which ranks of one batch shard hold different rows, of each rank's shard and digests by path."""
     first_of: dict[int, tuple[int, Mapping[str, str]]] = {}
-    for rank, (other, theirs) in enumerate(control.gather((shard, digests))):
-        first, expected = first_of.setdefault(other, (rank, theirs))
+    for rank, (shard, theirs) in enumerate(everyone):
+        first, expected = first_of.setdefault(shard, (rank, theirs))
         for path in [path for path, value in expected.items() if theirs.get(path) != value]:
-            raise ConfigError(
-                f"ranks {first} and {rank} share batch shard {other} but hold different rows in batch leaf "
-                f"'{path or 'batch'}': only dp_* axes divide the batch; let the Trainer make the sampler, or give "
-                "yours **strategy.distributed_sampler_kwargs and the same seed on every rank"
+            return (
+                f"ranks {first} and {rank} share batch shard {shard} but hold different rows in batch leaf "
+                f"'{path or 'batch'}'"
             )
+    return None
+
+
+def _number(text: str) -> Tensor:
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    return torch.tensor([number, -number])
 
 
 def _message(error: Exception) -> str:

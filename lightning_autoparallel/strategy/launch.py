@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -35,10 +36,18 @@ def check_module(module: LightningModule, whole_steps: bool) -> None:
     """Refuse what a LightningModule may not do under this strategy, which is to capture ``whole_steps`` or need not.
 
     Raises:
-        ConfigError: it optimizes by itself and its steps are to be captured whole, or it is a module of Lightning's
-            other package.
+        ConfigError: it optimizes by itself and its steps are to be captured whole, it is a module of Lightning's
+            other package, or parts of it are TorchScript.
     """
     check_flavour(module)
+    scripted = next((path for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise ConfigError(
+            f"{type(module).__name__}.{scripted} is a module of TorchScript, whose code and parameters cannot be "
+            "shared out among ranks: keep the module that was given to torch.jit.script or torch.jit.trace (what is "
+            "captured of it is compiled), and script it for export after training; one that does not train may stay in "
+            "a list (self.teacher = [scripted]), where it is no part of the module"
+        )
     if whole_steps and not module.automatic_optimization:
         raise ConfigError(
             f"{place_of(module.training_step)}: {type(module).__name__} sets automatic_optimization=False: a step that "

@@ -344,7 +344,7 @@ class AutoParallelStrategy(SavingStrategy):
         if isinstance(dataloader, DataLoader) and evaluates:
             assert self._control is not None
             share_out_rows(dataloader, trainer, self._control)
-        return dataloader
+        return self.seeded_by_shard(dataloader)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

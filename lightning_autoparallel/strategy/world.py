@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from lightning_autoparallel.lightning_compat import (
     default_process_group_backend,
     distributed_is_initialized,
     init_process_group,
+    pl_worker_init_function,
     rank_zero_only,
+    rank_zero_warn,
     reset_seed,
     sync_if_available,
 )
@@ -32,6 +36,7 @@ from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
 from lightning_autoparallel.strategy.roll_call import RollCall
+from lightning_autoparallel.strategy.shared_rows import SharedRows
 from lightning_autoparallel.torch_compat.default_world import backend_of
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
@@ -48,11 +53,12 @@ class WorldStrategy(ParallelStrategy):
         self.timeout = timeout
         self._mesh: ParallelMesh | None = None
         self._control: ControlGroup | None = None
+        self._shared_rows: SharedRows | None = None  # where several ranks have parts of one batch shard
         self._roll_call = RollCall(timeout, self._end_process)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied or pickled, with a Trainer, starts anew: it has the settings, and nothing of this process."""
-        return {**super().__getstate__(), "_mesh": None, "_control": None}  # type: ignore[misc]
+        return {**super().__getstate__(), "_mesh": None, "_control": None, "_shared_rows": None}  # type: ignore[misc]
 
     # -- what the launch looks like ----------------------------------------------------------------------------------
 
@@ -125,7 +131,12 @@ class WorldStrategy(ParallelStrategy):
         if self._mesh is None:
             self._start_process_group()
             self._mesh = build_mesh(self.spec, self.root_device.type)
-            self._control = ControlGroup(self.timeout)
+            shards = [self._mesh.spec.batch_shard(rank)[0] for rank in range(self.world_size)]
+            self._control = ControlGroup(self.timeout, shards if len(set(shards)) < len(shards) else ())
+            if self._control.shards:
+                self._shared_rows = SharedRows(self._control, self.root_device, rank_zero_warn)
+        if self._shared_rows is not None:
+            self._shared_rows.follow_generators()
         self._roll_call.start()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
@@ -202,6 +213,22 @@ class WorldStrategy(ParallelStrategy):
             "loader; each step is one of all ranks. Let the Trainer share rows out (use_distributed_sampler=True), "
             f"give ranks as many rows each, or set limit_{kind}_batches to what all have"
         )
+
+    # -- the same rows on ranks of one batch shard -------------------------------------------------------------------
+
+    def seeded_by_shard(self, dataloader: object) -> object:
+        """Workers that Lightning would seed by rank (``seed_everything(workers=True)``) are by batch shard."""
+        asked = getattr(dataloader, "worker_init_fn", self) is None and int(os.environ.get("PL_SEED_WORKERS", 0))
+        if asked and self._shared_rows is not None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self._batch_shard()[0])  # type: ignore[attr-defined]
+        return dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The batch on the device; ranks of one batch shard have the same rows, see ``shared_rows.py``."""
+        if self._shared_rows is not None and self.lightning_module is not None:
+            stage = self.lightning_module.trainer.state.stage
+            batch = self._shared_rows.same(f"{stage and stage.value} dataloader {dataloader_idx}", batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # -- talking -----------------------------------------------------------------------------------------------------
 

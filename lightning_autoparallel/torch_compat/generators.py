@@ -33,6 +33,12 @@ def generator_state(device: torch.device) -> Tensor:
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """The device's generator goes on from a state that one of its kind had."""
+    with _disable_current_modes():
+        torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+
+
 def move_generator(device: torch.device) -> None:
     """Draw one number from the device's generator."""
     with _disable_current_modes():

@@ -49,6 +49,24 @@ def test_all_are_told_alike(kind: str, worlds: Worlds):
         assert told == [*each, *later * 4]
 
 
+def answers_of_shards(kind: str) -> list[bool | None]:
+    """What a rank is told of pairs of ranks that share a batch shard, among questions that know no shards."""
+    control, rank = KINDS[kind](timedelta(seconds=60), shards=[0, 0, 1, 1]), dist.get_rank()
+    return [
+        control.agrees("same"),
+        control.agrees_in_shards("here", f"rows of shard {rank // 2}"),
+        control.agrees_in_shards("here", f"rows of rank {rank}" if rank > 1 else "rows"),
+        control.agrees("other" if rank == 3 else "same"),
+        control.agrees_in_shards("there" if rank == 3 else "here", "rows"),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_agree_within_their_batch_shards(kind: str, worlds: Worlds):
+    for told in worlds(RANKS).run(answers_of_shards, kind):
+        assert told == [True, True, False, False, None]
+
+
 def late_ones(kind: str) -> tuple[bool, int]:
     """Whether a rank that waits for another says so, once, and whether both agree in the end."""
     control = KINDS[kind](timedelta(seconds=60))

@@ -110,9 +110,20 @@ class OnMeta(Net):
             self.net.insert(0, WithoutReset())
 
 
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = torch.jit.trace(nn.Linear(10, 10), torch.ones(2, 10))
+
+
 @pytest.mark.parametrize(
     ("kind", "mesh", "message"),
     [
+        (
+            Scripted,
+            {"dp_shard": 2},
+            "ConfigError: Scripted.net.1 is a module of TorchScript, whose code and parameters",
+        ),
         (
             ManualOptimization,
             {"dp_shard": 2},

@@ -1,0 +1,137 @@
+"""Ranks that have parts of one batch shard train on its rows and draw alike, whatever each of them has done besides."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.distributed.jobs import assert_equals_one_device, train
+from tests.distributed.test_tensor_parallel_lightning import MESH, Split
+from tests.support.worlds import Worlds
+
+TP = {"tp": 2}
+
+
+def rank_of_process() -> int:
+    """0 where there is one device."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Drawn(Split):
+    """Generators that nobody has seeded stand elsewhere on each rank; numpy's makes noise, Python's mixes rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random.seed(rank_of_process())
+        np.random.seed(rank_of_process())
+
+    def loader(self, rank: int, shards: int) -> DataLoader:
+        return DataLoader(_Noisy(super().loader(rank, shards).dataset), batch_size=None)
+
+
+class _Noisy:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> Any:
+        x, y = self.batches[number]
+        noise = torch.from_numpy(np.random.rand(*x.shape)).float()
+        return x + noise, y[random.sample(range(len(y)), len(y))]
+
+
+class Preview(Split):
+    """Rank 0 draws more, for something to show; then the step draws, from three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_train_epoch_start(self):
+        if rank_of_process() == 0:
+            torch.randn(3), np.random.rand(3), random.random()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        made = torch.randn_like(x) * random.random() + torch.from_numpy(np.random.rand(*x.shape)).float()
+        loss = F.cross_entropy(self.net(made), y)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Later(Split):
+    """From the second batch on each rank has noise of its own in its rows."""
+
+    def loader(self, rank: int, shards: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(rank_of_process())
+        batches = [(x, y) for x, y in super().loader(rank, shards).dataset]
+        late = [(x + torch.randn(x.shape, generator=generator), y) for x, y in batches[1:]]
+        return DataLoader([batches[0], *late], batch_size=None)
+
+
+KINDS: dict[str, type[Split]] = {kind.__name__: kind for kind in (Drawn, Preview, Later)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tensor_parallel_ranks_draw_as_one_device(name: str, worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, KINDS[name], TP, 2)
+    expected = train(KINDS[name], None)
+    assert_equals_one_device(outcomes, expected)
+    said = [warning for warning in outcomes[0].warnings if "hold different rows" in warning]
+    assert (len(said) > 0) == (name == "Later"), said
+    assert not expected.said("hold different rows")
+
+
+class ByShard(Later):
+    """Keeps the rows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(batch[0].clone())
+
+    def extra(self) -> list[Tensor]:
+        return self.seen
+
+
+def test_each_shard_has_rows_of_its_own(worlds: Worlds) -> None:
+    first, second, third, fourth = (outcome.extra for outcome in worlds(4).run(train, ByShard, MESH, 4))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(third, fourth, rtol=0, atol=0)
+    assert not torch.equal(first[1], third[1])
+
+
+class Seeded(Split):
+    """Says by what number Lightning seeds the workers of its loader."""
+
+    def extra(self) -> Any:
+        return self.trainer.train_dataloader.worker_init_fn
+
+
+def of_seeded_workers(workers: bool) -> Any:
+    with mock.patch.dict(os.environ):
+        seed_everything(1, workers=workers, verbose=False)
+        return train(Seeded, MESH, 4).extra
+
+
+def test_workers_are_seeded_by_batch_shard(worlds: Worlds) -> None:
+    assert [init.keywords for init in worlds(4).run(of_seeded_workers, True)] == [{"rank": n} for n in (0, 0, 1, 1)]
+    assert worlds(4).run(of_seeded_workers, False) == [None] * 4
