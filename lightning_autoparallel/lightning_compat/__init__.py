@@ -235,6 +235,11 @@ def is_of_lightning(module: str) -> bool:
     return module.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
+def is_called_by_loop(module: LightningModule, hook: str) -> bool:
+    """Whether the strategy's ``hook`` that runs was called by the Trainer, not by a user's code."""
+    return module._current_fx_name == hook
+
+
 def kept_predictions(trainer: Trainer) -> list[tuple[Any, list[Any], list[Any]]]:
     """Of each loader: it, what was predicted of its batches, and of which rows; empty where nobody asks for that."""
     loop = trainer.predict_loop
@@ -300,6 +305,7 @@ __all__ = [
     "hears_of_cleared_gradients",
     "init_process_group",
     "injected_samplers",
+    "is_called_by_loop",
     "is_of_lightning",
     "is_param_in_hook_signature",
     "is_saved_by_trainer",

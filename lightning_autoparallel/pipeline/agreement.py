@@ -107,7 +107,10 @@ class ControlGroup:
         return None if bounds is None else bool(bounds[0, 0] == -bounds[0, 1])
 
     def _numbers(self, text: str, shared: str = "") -> Tensor:
-        """What is compared, as a number and its negative; below that of each batch shard, in calls of all kinds."""
+        """What is compared, as a number and its negative, and below that of each batch shard.
+
+        There are as many where nothing of shards is asked, so that ranks in different places find out.
+        """
         numbers = torch.full((1 + len(set(self.shards)), 2), _LEAST)
         numbers[0] = _number(text)
         if self.shards:
@@ -134,6 +137,18 @@ class ControlGroup:
             return value
         told = [value if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(told, src=0, group=self._group)
+        return told[0]
+
+    def told_by_first_of_shard(self, value: Any) -> Any:
+        """What the first rank of this rank's batch shard has, where all its ranks ask; others hear nothing of it."""
+        rank = dist.get_rank()
+        first, *others = [other for other, shard in enumerate(self.shards) if shard == self.shards[rank]]
+        told = [value]
+        if rank != first:
+            dist.recv_object_list(told, src=first, group=self._group)
+        else:
+            for other in others:
+                dist.send_object_list(told, dst=other, group=self._group)
         return told[0]
 
     def same_batch(self, batch: Any) -> Any:

@@ -7,11 +7,10 @@ shard's first rank.
 
 from __future__ import annotations
 
-import hashlib
-import random
-from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +21,10 @@ from lightning_autoparallel.capture import flatten_batch
 from lightning_autoparallel.fx.values import fingerprint
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.pipeline.agreement import other_place, other_rows, rows_apart
-from lightning_autoparallel.torch_compat.generators import generator_state, set_generator_state
+from lightning_autoparallel.strategy.generators_of_rank import Generators
 
-T = TypeVar("T")
-States = tuple[Any, Any, list[Tensor]]  # of Python's generator, numpy's, and torch's on each device
-_HOST = torch.device("cpu")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NUMBERS = (bool, int, float, complex, np.generic)
+Rows = Mapping[str, str]  # digests of a batch's leaves by path
 
 
 class SharedRows:
@@ -35,106 +32,100 @@ class SharedRows:
 
     def __init__(self, control: ControlGroup, device: torch.device, warn: Callable[[str], None]) -> None:
         self._control = control
-        self._devices = (_HOST,) if device.type == "cpu" else (_HOST, device)
+        self._generators = Generators(device)
         self._warn = warn
         self._seen: set[str] = set()
 
+    def begin(self) -> None:
+        """A run begins: loaders may be others than in the last one."""
+        self._seen.clear()
+        self.follow_generators()
+
     def follow_generators(self) -> None:
-        """Python's generator, numpy's and torch's go on where those of the shard's first rank stand; ranks meet."""
-        if not self._control.agrees_in_shards("generators", self._drawn):
-            self._take_generators()
+        """Python's generator, numpy's and torch's go on where those of the shard's first rank stand; ranks meet.
+
+        Raises:
+            OtherRankError: ranks have come to different places.
+        """
+        place = "random numbers"
+        alike = self._control.agrees_in_shards(place, self._generators.spelled())
+        if alike is None:
+            raise other_place(self._control.gather(place))
+        if not alike:
+            self._generators.set(self._control.told_by_first_of_shard(self._generators.states()))
+
+    @contextlib.contextmanager
+    def followed_behind(self, hook: str) -> Iterator[None]:
+        """Around a hook of the Trainer's: samplers draw behind what has drawn in those of an epoch's start."""
+        yield
+        if hook == "on_train_epoch_start":
+            self.follow_generators()
 
     def same(self, loader: str, batch: Any) -> Any:
         """This rank's ``batch`` with the rows of the shard's first rank; all ranks have one of the ``loader`` alike.
 
         Raises:
-            ConfigError: they differ in the loader's first batch: it was not made for this mesh.
+            ConfigError: all that ranks have in the loader's first batch differs: it was not made for this mesh.
             OtherRankError: ranks have come to different places.
         """
-        leaves, rebuild = flatten_batch(batch)
-        rows, drawn = {path: _spelled(leaf) for path, leaf in leaves}, self._drawn
-        alike = self._control.agrees_in_shards(f"a batch of {loader}", f"{rows} {drawn}")
+        place, rows, drawn = f"a batch of the {loader}", _spelled(batch), self._generators.spelled()
+        alike = self._control.agrees_in_shards(place, f"{rows} {drawn}")
         is_first = loader not in self._seen
         self._seen.add(loader)
         if alike:
             return batch
-        everyone = self._control.gather((f"a batch of {loader}", rows, drawn))
+        everyone = self._control.gather((place, rows, drawn))
         if alike is None:
-            raise other_place(everyone)
-        if not self._same_in_shards([theirs for _, _, theirs in everyone]):
-            self._take_generators()
-        apart = rows_apart(list(zip(self._control.shards, [theirs for _, theirs, _ in everyone], strict=True)))
+            raise other_place([told[0] if isinstance(told, tuple) else told for told in everyone])
+        if any(theirs != drawn for _, _, theirs in everyone):
+            self._generators.set(self._control.told_by_first_of_shard(self._generators.states()))
+        return self._rows_of_first(batch, [theirs for _, theirs, _ in everyone], is_first)
+
+    def _rows_of_first(self, batch: Any, everyone: list[Rows], is_first: bool) -> Any:
+        shards, rank = self._control.shards, dist.get_rank()
+        apart = rows_apart(list(zip(shards, everyone, strict=True)))
         if apart is None:
             return batch
-        if is_first:
+        first_of = [shards.index(shard) for shard in shards]
+        pairs = [(everyone[first], theirs) for first, theirs in zip(first_of, everyone, strict=True)]
+        is_needed = {first for first, (expected, theirs) in zip(first_of, pairs, strict=True) if theirs != expected}
+        packed = _packed(batch) if rank in is_needed else b""
+        if self._control.any([packed is None])[0] or (is_first and any(_all_differ(*pair) for pair in pairs)):
             raise other_rows(apart)
         self._warn(
-            f"autoparallel: {apart}, though their first batch was the same. The shard's first rank has the rows that "
-            "are taken, here and wherever they differ later"
+            f"autoparallel: {apart}. The rows of the shard's first rank are taken, here and wherever they differ later"
         )
-        first = self._of_first([(path, _on_host(leaf)) for path, leaf in leaves])
-        if [path for path, _ in first] != list(rows):
-            return batch  # of another structure, which is refused by its name
-        return rebuild([_moved(theirs, leaf) for (_, theirs), (_, leaf) in zip(first, leaves, strict=True)])
-
-    @property
-    def _drawn(self) -> str:
-        """Where the generators stand, in few characters."""
-        return _spelled_states(_states(self._devices))
-
-    def _take_generators(self) -> None:
-        _set_states(self._of_first(_states(self._devices)), self._devices)
-
-    def _same_in_shards(self, values: Sequence[T]) -> bool:
-        return all(values[first] == value for first, value in zip(self._firsts, values, strict=True))
-
-    def _of_first(self, value: T) -> T:
-        """What the first rank of this rank's shard has."""
-        rank, firsts = dist.get_rank(), self._firsts
-        told = self._control.gather(value if firsts[rank] == rank else None)
-        return told[firsts[rank]]
-
-    @property
-    def _firsts(self) -> list[int]:
-        """The first rank of each rank's shard."""
-        return [self._control.shards.index(shard) for shard in self._control.shards]
+        if first_of[rank] not in is_needed:
+            return batch
+        told = self._control.told_by_first_of_shard(packed)
+        return batch if everyone[rank] == everyone[first_of[rank]] else pickle.loads(told)
 
 
-def _spelled(leaf: Any) -> str:
+def _all_differ(expected: Rows, theirs: Rows) -> bool:
+    return bool(expected) and all(theirs.get(path) != value for path, value in expected.items())
+
+
+def _spelled(batch: Any) -> Rows:
+    """Of what a step computes with; of texts only where there is nothing else: a path may be a host's own."""
+    leaves, _ = flatten_batch(batch)
+    found = {path: text for path, leaf in leaves if (text := _spelled_leaf(leaf))}
+    return dict(sorted((found or {path: leaf for path, leaf in leaves if isinstance(leaf, str)}).items()))
+
+
+def _spelled_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{tuple(leaf.shape)} {fingerprint(leaf)}" if _is_plain(leaf) else ""
-    return repr(leaf) if type(leaf) in _PLAIN else ""
+        is_plain = leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_meta)
+        return f"{leaf.dtype} {tuple(leaf.shape)} {fingerprint(leaf)}" if is_plain else ""
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype} {leaf.shape} {fingerprint(leaf)}" if leaf.dtype.kind in "biufc" else ""
+    return repr(leaf) if isinstance(leaf, _NUMBERS) else ""
 
 
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf if type(leaf) in _PLAIN else None
-
-
-def _moved(theirs: Any, mine: Any) -> Any:
-    if isinstance(mine, Tensor):
-        return theirs.to(mine.device) if isinstance(theirs, Tensor) and _is_plain(mine) else mine
-    return theirs if type(mine) in _PLAIN else mine
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _states(devices: Sequence[torch.device]) -> States:
-    return random.getstate(), np.random.get_state(), [generator_state(device) for device in devices]
-
-
-def _set_states(states: States, devices: Sequence[torch.device]) -> None:
-    python, arrays, tensors = states
-    random.setstate(python)
-    np.random.set_state(arrays)
-    for device, state in zip(devices, tensors, strict=True):
-        set_generator_state(device, state)
-
-
-def _spelled_states(states: States) -> str:
-    (version, words, gauss), (kind, keys, *rest), tensors = states
-    found = hashlib.blake2b(repr((version, gauss, kind, rest)).encode(), digest_size=8)
-    for values in (array("Q", words), keys, *(state.numpy() for state in tensors)):
-        found.update(values.tobytes())
-    return found.hexdigest()
+def _packed(batch: Any) -> bytes | None:
+    """The whole batch for others to read, of views no more than they show; None where it cannot be packed."""
+    leaves, rebuild = flatten_batch(batch)
+    on_host = {id(leaf): leaf.detach().cpu().clone() for _, leaf in leaves if isinstance(leaf, Tensor)}
+    try:
+        return pickle.dumps(rebuild([on_host.get(id(leaf), leaf) for _, leaf in leaves]))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None

@@ -251,6 +251,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
         self._while_set_up.enter_context(self._steps.around_hooks())
+        self._while_set_up.enter_context(self.draws_followed())
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
         self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)
@@ -344,7 +345,7 @@ class AutoParallelStrategy(SavingStrategy):
         if isinstance(dataloader, DataLoader) and evaluates:
             assert self._control is not None
             share_out_rows(dataloader, trainer, self._control)
-        return self.seeded_by_shard(dataloader)
+        return self.draws_by_shard(dataloader)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
@@ -22,12 +24,14 @@ from lightning_autoparallel.lightning_compat import (
     default_process_group_backend,
     distributed_is_initialized,
     init_process_group,
+    is_called_by_loop,
     pl_worker_init_function,
     rank_zero_only,
     rank_zero_warn,
     reset_seed,
     sync_if_available,
 )
+from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
@@ -135,9 +139,9 @@ class WorldStrategy(ParallelStrategy):
             self._control = ControlGroup(self.timeout, shards if len(set(shards)) < len(shards) else ())
             if self._control.shards:
                 self._shared_rows = SharedRows(self._control, self.root_device, rank_zero_warn)
-        if self._shared_rows is not None:
-            self._shared_rows.follow_generators()
         self._roll_call.start()
+        if self._shared_rows is not None:
+            self._shared_rows.begin()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
 
@@ -216,17 +220,26 @@ class WorldStrategy(ParallelStrategy):
 
     # -- the same rows on ranks of one batch shard -------------------------------------------------------------------
 
-    def seeded_by_shard(self, dataloader: object) -> object:
-        """Workers that Lightning would seed by rank (``seed_everything(workers=True)``) are by batch shard."""
-        asked = getattr(dataloader, "worker_init_fn", self) is None and int(os.environ.get("PL_SEED_WORKERS", 0))
-        if asked and self._shared_rows is not None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self._batch_shard()[0])  # type: ignore[attr-defined]
+    def draws_by_shard(self, dataloader: object) -> object:
+        """A loader whose samplers are about to draw, and whose workers Lightning would seed by rank."""
+        if self._shared_rows is None:
+            return dataloader
+        self._shared_rows.follow_generators()
+        is_asked = bool(int(os.environ.get("PL_SEED_WORKERS", 0)))  # seed_everything(workers=True)
+        if is_asked and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self._batch_shard()[0])
         return dataloader
 
+    def draws_followed(self) -> contextlib.AbstractContextManager[None]:
+        """While open, what hooks of an epoch's start draw on one rank is drawn on all of its batch shard."""
+        shared = self._shared_rows
+        return contextlib.nullcontext() if shared is None else around_hooks(shared.followed_behind)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The batch on the device; ranks of one batch shard have the same rows, see ``shared_rows.py``."""
-        if self._shared_rows is not None and self.lightning_module is not None:
-            stage = self.lightning_module.trainer.state.stage
+        """The batch on the device; in a loop ranks of one batch shard have the same rows, see ``shared_rows.py``."""
+        module = self.lightning_module
+        if self._shared_rows is not None and module is not None and is_called_by_loop(module, "batch_to_device"):
+            stage = module.trainer.state.stage
             batch = self._shared_rows.same(f"{stage and stage.value} dataloader {dataloader_idx}", batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
