@@ -14,10 +14,11 @@ from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.torch_compat.autograd import final
 from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
 
-_AGAIN = (
-    "the gradient of a parameter of a captured module is differentiated again, which only gradients of its arguments "
-    "can be: leave the module uncaptured"
+OF_PARAMETERS = (
+    "in forward mode only gradients of inputs can be; a step that is captured whole (automatic_optimization=True) "
+    "differentiates those of parameters again, too"
 )
+_AGAIN = f"the gradient of a parameter of a captured module is differentiated again: {OF_PARAMETERS}"
 Again = Callable[[Sequence[Tensor]], list[Tensor]]  # the graph's inputs, whole -> its results, recorded by autograd
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.compile.leaf_gradients import give_to_leaves
 from lightning_autoparallel.compile.reached import reached_gradients
-from lightning_autoparallel.compile.second_order import Again, gradients_again
+from lightning_autoparallel.compile.second_order import OF_PARAMETERS, Again, gradients_again
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
@@ -178,12 +178,17 @@ def _autocast_off(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
+_DRAWS = (
+    ", and it draws random numbers, so that it cannot be run again: leave the module uncaptured, by "
+    "capture={'forward': [...]} with the names of those that may be captured, [] for none"
+)
+
+
 def _check_again(step: CompiledStep, again: Again | None) -> Sequence[PlanAxis]:
     if again is None or step.has_random_ops:
-        draws = ", and it draws random numbers, so that it cannot be run again" * (again is not None)
         raise CaptureError(
             f"the gradient of {step.captured.name} is to be differentiated again (create_graph=True), but its backward "
-            f"is a fixed graph{draws}: leave the module uncaptured"
+            f"is a fixed graph{_DRAWS if again is not None else ': ' + OF_PARAMETERS}"
         )
     return step.partitioned.sharded.axes
 

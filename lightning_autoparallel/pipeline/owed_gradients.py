@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from lightning_autoparallel.compile.second_order import OF_PARAMETERS
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
@@ -26,10 +27,7 @@ from lightning_autoparallel.torch_compat.interception import without_function_mo
 
 Addend = Callable[[Tensor, DTensor], DTensor]  # a parameter and its reduced gradient -> as it is accumulated
 
-_AGAIN = (
-    "the gradient of a parameter is differentiated again (create_graph=True): in forward mode only gradients of inputs "
-    "can be"
-)
+_AGAIN = f"the gradient of a parameter is differentiated again (create_graph=True): {OF_PARAMETERS}"
 
 
 def cut_like(whole: Tensor, like: DTensor) -> DTensor:

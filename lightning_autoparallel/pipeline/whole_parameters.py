@@ -30,7 +30,12 @@ from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients
 from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
 from lightning_autoparallel.torch_compat.autograd import has_hooks
-from lightning_autoparallel.torch_compat.interception import is_wrapped, without_function_modes, without_transforms
+from lightning_autoparallel.torch_compat.interception import (
+    innermost,
+    is_wrapped,
+    without_function_modes,
+    without_transforms,
+)
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 # Questions about a tensor, ways to its own memory, and autograd's functions: they are asked of the DTensor itself.
@@ -200,6 +205,8 @@ class WholeParameters(TorchFunctionMode):
                 self._backward(func, args, kwargs) if name == "backward" else self._owed.gradients(func, args, kwargs)
             )
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
+            if not self._paused and _meets_wrapped_shards((*args, *kwargs.values())):
+                raise _transformed()
             return func(*args, **kwargs)
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
             return func(*map(self._whole_of, args))
@@ -246,10 +253,7 @@ class WholeParameters(TorchFunctionMode):
         if not isinstance(leaf, DTensor):
             return leaf
         if is_wrapped(leaf):
-            raise CaptureError(
-                f"{user_line()} transforms (torch.func) a function of parameters that lie in shards: give it whole "
-                "ones, {name: p.detach().clone() for name, p in module.named_parameters()}"
-            )
+            raise _transformed()
         with without_transforms():
             return self._whole_tensor(leaf)
 
@@ -363,6 +367,7 @@ class WholeParameters(TorchFunctionMode):
         """
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
         is_alike = all(isinstance(leaf, DTensor) for leaf in _tensors(lists) if leaf.dim())
+        is_alike &= not changes_first(name) or all(map(_are_cut_alike, zip(*lists, strict=False)))
         if is_alike or name.startswith("_fused_"):
             self.forget()
             if changes_first(name) and _has_dtensor(args[0][:1]):
@@ -447,6 +452,25 @@ def _has_dtensor(values: Sequence[Any]) -> bool:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _are_cut_alike(tensors: Sequence[Any]) -> bool:
+    return len({tensor.placements for tensor in tensors if isinstance(tensor, DTensor)}) <= 1
+
+
+def _meets_wrapped_shards(values: Sequence[Any]) -> bool:
+    """Whether shards that transforms have wrapped, which makes them look plain, meet what is no shard."""
+    if not any(isinstance(value, Tensor) and is_wrapped(value) for value in values):
+        return False
+    kinds = [isinstance(innermost(value), DTensor) for value in values if isinstance(value, Tensor) and value.dim()]
+    return any(kinds) and not all(kinds)
+
+
+def _transformed() -> CaptureError:
+    return CaptureError(
+        f"{user_line()} transforms (torch.func) a function of parameters that lie in shards: give it whole "
+        "ones, {name: p.detach().clone() for name, p in module.named_parameters()}"
+    )
 
 
 def _fits(tensor: Tensor, target: DTensor) -> bool:

@@ -66,6 +66,13 @@ def is_wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def innermost(tensor: Tensor) -> Tensor:
+    """What transforms of ``torch.func`` have wrapped, however often; a tensor that none has as it is."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def without_transforms() -> contextlib.AbstractContextManager[Any]:
     """Inside, no transform of ``torch.func`` is at work."""
     return temporarily_clear_interpreter_stack()  # type: ignore[no-any-return, no-untyped-call]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.jobs import MESH, failure, train
@@ -90,6 +93,29 @@ CASES = [
 def test_the_line_and_the_remedy(kind, message, worlds: Worlds) -> None:
     for text, _ in worlds(2).run(failure, kind):
         assert text.startswith(f"CaptureError: {line_of(kind, 'here')} {message}")
+
+
+class TransformsShards(Net):
+    """Gradients of single rows, of parameters that lie in shards."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def row(self, parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(self.net, parameters, (x[None],)), y[None])
+
+    def training_step(self, batch, batch_idx):
+        given = {name: parameter.detach() for name, parameter in self.net.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(self.row), (None, 0, 0))(given, *batch)  # here
+        return each["0.bias"].mean()
+
+
+def test_transforms_of_shards_are_refused(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, TransformsShards):
+        assert "transforms (torch.func) a function of parameters that lie in shards: give it whole ones" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.jobs import Net, assert_equals_one_device, failure, make_strategy, make_trainer, train
@@ -76,6 +77,29 @@ def test_ranks_that_share_rows_count_them_once(kind, worlds: Worlds) -> None:
     assert_equals_one_device(outcomes, train(kind, None))
     if kind is SplitAndClipped:
         assert [outcome.extra for outcome in outcomes] == [[1] * 4] * 4
+
+
+class Averaged(Split):
+    """A copy of the module that no rule of the plan names, averaged by torch's functions of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))  # uneven parts
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(x)[:, 0], y.float())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.update_parameters(self.net)
+
+
+def test_copies_that_lie_otherwise_are_averaged(worlds: Worlds) -> None:
+    assert_equals_one_device(worlds(4).run(train, Averaged, MESH, 4), train(Averaged, None))
 
 
 class SplitAndMixed(Split):
