@@ -22,12 +22,13 @@ from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 from lightning_autoparallel.torch_compat.interception import without_function_mode
-from lightning_autoparallel.torch_compat.tree import tree_leaves
+from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 
 Call = Callable[..., Any]
 _LEFT_ALONE = frozenset(OF_THE_TENSOR_ITSELF)
 _BACKWARDS = {"backward", "grad"}
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_AS_ANOTHER = ("view_as", "reshape_as", "expand_as", "type_as")  # of whose second tensor no value is read
 _DRAWN = ("rand_like", "randn_like", "randint_like")
 # As torch says it.
 _FOR_NO_SHARDS = ("Sharding propagation failed", "does not have a sharding strategy", "not supported with DTensor")
@@ -86,6 +87,8 @@ class MixedOperands(TorchFunctionMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
             return func(*args, **kwargs)
+        if name in _AS_ANOTHER and args and not isinstance(args[0], DTensor):
+            return func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
         if name == "__set__":  # shards can be assigned to
             return self._whole(func, types, args, kwargs) if self._gives_whole else func(*args, **kwargs)
         if not torch.is_grad_enabled() or not any(isinstance(x, DTensor) and x.requires_grad for x in tensors):
@@ -138,6 +141,13 @@ class MixedOperands(TorchFunctionMode):
         paused = self._parameters.paused() if self._gives_whole else contextlib.nullcontext()
         with paused, self._operators.during("followed"):
             return func(*args, **kwargs)
+
+
+def _shape_of(value: Any) -> Any:
+    """A tensor of the shape, dtype and device of one in shards, with nothing in it; other things as they are."""
+    if not isinstance(value, DTensor):
+        return value
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _are_mixed(tensors: Iterable[Tensor]) -> bool:

@@ -142,6 +142,7 @@ def trained(change: str, hook: str, mesh: Mapping[str, int] | None, world: int, 
 
 CASES = [(change, hook, where) for change in CHANGES for hook in HOOKS for where in MESHES]
 QUICK = {("written in part", HOOKS[0], "fsdp"), ("clip_grad_norm_", HOOKS[2], "fsdp"), ("looked at", HOOKS[1], "fsdp")}
+QUICK |= {("end to end", HOOKS[1], "fsdp")}
 
 
 @pytest.mark.parametrize(("change", "hook", "where"), tiered(CASES, QUICK.__contains__))

@@ -83,6 +83,7 @@ def left(call: Any, is_inside: bool = False) -> list[str]:
         (lambda x: nn.init.constant_(x, 1.0), []),
         (lambda x: (x.t(), x[:, 1], x.select(1, 2), x.T[1].zero_(), x.view(3, 2, 2)), []),
         (lambda x: x.mul_(2.0).add_(x), []),
+        (lambda x: torch.ones(12, 1).view_as(x).reshape_as(x).expand_as(x).type_as(x), []),
         (lambda x: x * torch.tensor(2.0), []),
         (lambda x: x * torch.tensor([2.0]), []),
         (lambda x: torch.ones(3, 4).add_(torch.ones(4)), []),
