@@ -58,7 +58,7 @@ if TYPE_CHECKING or FLAVOUR == UNIFIED:
     from lightning.pytorch.utilities import grad_norm
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
     from lightning.pytorch.utilities.rank_zero import (
         rank_zero_debug,
         rank_zero_info,
@@ -103,7 +103,7 @@ else:
     from pytorch_lightning.utilities import grad_norm
     from pytorch_lightning.utilities.data import extract_batch_size
     from pytorch_lightning.utilities.enums import GradClipAlgorithmType
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
     from pytorch_lightning.utilities.rank_zero import (
         rank_zero_debug,
         rank_zero_info,
@@ -278,6 +278,7 @@ __all__ = [
     "OptimizerLRSchedulerConfig",
     "ParallelStrategy",
     "Precision",
+    "SIGTERMException",
     "StochasticWeightAveraging",
     "Strategy",
     "StrategyRegistry",

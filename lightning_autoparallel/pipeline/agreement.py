@@ -76,14 +76,14 @@ class ControlGroup:
         assert agreed is not None, "without a timeout of its own it ends with that of the group, which raises"
         return agreed
 
-    def meet(self, text: str, waits: str) -> bool:
+    def meet(self, text: str, waits: str, line: str = "") -> bool:
         """As ``agrees``, where some ranks may never come: after 20 s a rank warns that it ``waits``.
 
-        Who has come elsewhere is told of it.
+        Who has come elsewhere is told of it, and of the ``line``.
         """
         if self._compare(text, None, lambda: warnings.warn(waits, stacklevel=2)):
             return True
-        self.gather(text)  # for the others to read
+        self.gather(f"{line} {text}" if line else text)  # for the others to read
         return False
 
     def meet_soon(self, text: str) -> bool | None:

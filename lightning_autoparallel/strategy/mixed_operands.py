@@ -21,6 +21,7 @@ from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSEL
 from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
+from lightning_autoparallel.torch_compat.dtensors import copied, part_of
 from lightning_autoparallel.torch_compat.interception import without_function_mode
 from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 
@@ -28,6 +29,7 @@ Call = Callable[..., Any]
 _LEFT_ALONE = frozenset(OF_THE_TENSOR_ITSELF)
 _BACKWARDS = {"backward", "grad"}
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_TO_PYTHON = ("numpy", "tolist", "__array__", "__format__")
 _AS_ANOTHER = ("view_as", "reshape_as", "expand_as", "type_as")  # of whose second tensor no value is read
 _DRAWN = ("rand_like", "randn_like", "randint_like")
 # As torch says it.
@@ -79,6 +81,10 @@ class MixedOperands(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__reduce_ex__" and isinstance(args[0], DTensor) and not self._is_inside():
             return pickled(*args)
+        if name == "__deepcopy__" and isinstance(args[0], DTensor) and (args[0].is_leaf or not args[0].requires_grad):
+            return copied(args[0], args[1])
+        if name in _TO_PYTHON and isinstance(args[0], DTensor) and not self._is_inside():
+            return self._to_python(func, name, args, kwargs)
         if self._gives_whole and func == _GET_DATA and not self._is_inside():
             return self._parameters.data_of(args[0])
         if name in _BACKWARDS:
@@ -97,6 +103,16 @@ class MixedOperands(TorchFunctionMode):
             with torch.no_grad():
                 return self._computed(func, name, args, kwargs, _are_mixed(tensors))
         return self._followed(func, name, args, kwargs, _are_mixed(tensors))
+
+    def _to_python(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Numbers of a whole tensor: of a copy that this rank has, else all ranks meet."""
+        tensor: DTensor = args[0]
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return func(part_of(tensor), *args[1:], **kwargs)
+        if not self._gives_whole:
+            self._begin(name)
+        with torch.no_grad():
+            return self._whole(func, (), args, kwargs)
 
     def _computed(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], are_mixed: bool) -> Any:
         if are_mixed:

@@ -145,7 +145,7 @@ class OutsideCalls:
             f"autoparallel: {line} {does} on rank {dist.get_rank()}, and waits for ranks that have not come there: "
             f"{why}, so that every rank must (not only where is_global_zero is True)"
         )
-        if not self._control.meet(does, waits):
+        if not self._control.meet(does, waits, line):
             raise CaptureError(
                 f"{line} {does}, and other ranks do something else: {why}, so that every rank must make the same call"
             )

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_autoparallel.checkpoint import WeightsToCome
 from lightning_autoparallel.errors import AutoParallelError, CheckpointError, ConfigError
@@ -25,6 +26,7 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
         PassError: ranks have different plans.
     """
     check_same_plan(engine.context.config.plan, control)
+    _check_same_module(engine.module, control)
     if not control.agrees(repr(weights.targets)):
         raise CheckpointError(
             f"load_weights was called for {weights.targets or 'nothing'} on this rank, and for something else on "
@@ -57,6 +59,21 @@ def shard_what_hooks_made(engine: StepEngine, control: ControlGroup, convert: Ca
         convert(engine.module)
         engine.forget_captures()
         engine.shard_parameters()
+
+
+def _check_same_module(module: nn.Module, control: ControlGroup) -> None:
+    named = [(name, value) for name, value in module.named_parameters() if not is_lazy(value)]
+    mine = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in named}
+    if control.agrees(repr(mine)):
+        return
+    first, *others = control.gather(mine)
+    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, 1) if repr(theirs) != repr(first))
+    name = next((name for name in (*first, *theirs) if first.get(name) != theirs.get(name)), "the order of parameters")
+    raise ConfigError(
+        f"ranks have made different modules: {name} is {first.get(name, 'not there')} on rank 0 and "
+        f"{theirs.get(name, 'not there')} on rank {rank}; make the same on all ranks, in __init__, setup and "
+        "configure_model"
+    )
 
 
 def _together(action: Callable[[], T], control: ControlGroup) -> T:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -32,6 +34,22 @@ def around(local: Tensor, description: Description) -> DTensor:
     assert local.dtype == description.tensor_meta.dtype
     # without ``__init__``, which does nothing, and is wrapped three times
     return DTensor.__new__(DTensor, local.view_as(local), description, requires_grad=False)
+
+
+def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
+    """As ``copy.deepcopy`` copies parameters, which leave their gradients behind, and tensors that are none.
+
+    Torch would copy gradients, too, and takes a part that starts behind its memory's beginning for one with memory.
+    """
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            values = tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = (
+            nn.Parameter(values, tensor.requires_grad) if is_parameter else values.requires_grad_(tensor.requires_grad)
+        )
+        memo[id(tensor)] = made
+    return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def part_of(tensor: DTensor) -> Tensor:

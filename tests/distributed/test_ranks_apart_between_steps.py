@@ -1,0 +1,126 @@
+"""Ranks that are in different places between steps find out, and where each is; copies and numbers that hooks take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.distributed.jobs import MESH, Net, Validated, assert_equals_one_device, failure, train
+from tests.support.worlds import Worlds
+
+SECONDS = 60  # a group's timeout is far longer
+
+
+class Sharded(Net):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+
+class AsksAlone(Sharded):
+    """Rank 0 alone reads a number of a weight behind a batch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            self.net[0].weight.norm().item()
+
+
+class StopsAlone(Sharded):
+    """Rank 1 alone ends its training early."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+class Rows(IterableDataset):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class ValidatesLonger(Validated):
+    """Rank 1 has one batch more to validate on, in a loader without a length."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+    trainer_options: ClassVar[Mapping[str, Any]] = {"val_check_interval": 2}
+
+    def val_dataloader(self):
+        return DataLoader(Rows(self.batches()[: 2 + dist.get_rank()]), batch_size=None)
+
+
+class OtherModule(Sharded):
+    """Rank 1 has a larger last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = nn.Linear(10, 3 + dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (AsksAlone, "test_ranks_apart_between_steps.py:"),
+        (StopsAlone, "'the end of its run'"),
+        (ValidatesLonger, "validation_step"),
+        (OtherModule, "net.2.weight is (3, 10) torch.float32 on rank 0 and (4, 10) torch.float32 on rank 1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ranks_find_out(kind: type[Net], said: str, worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, kind, timeout_s=SECONDS):
+        assert said in text
+
+
+class Kept(Sharded):
+    """The best module so far as a copy, numbers of weights for a histogram, and one as text, on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        best, weight = copy.deepcopy(self.net), self.net[0].weight
+        assert best[0].weight is not weight and best[0].weight.grad is None and best[0].weight.requires_grad
+        counts, _ = np.histogram(weight.detach().numpy(), bins=4)
+        self.kept.append((counts.tolist(), f"{weight.mean():.4f}", weight[0].tolist(), float(best[2].weight.sum())))
+
+    def extra(self) -> Any:
+        return self.kept
+
+
+class KeptCopies(Kept):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
+
+
+@pytest.mark.parametrize("kind", [Kept, KeptCopies])
+def test_copies_and_numbers_in_hooks_are_those_of_one_device(kind: type[Kept], worlds: Worlds) -> None:
+    expected = train(kind, None)
+    outcomes = worlds(2).run(train, kind, MESH)
+    assert_equals_one_device(outcomes, expected)
+    for outcome in outcomes:
+        for (*exact, row, total), (*exact_1, row_1, total_1) in zip(outcome.extra, expected.extra, strict=True):
+            assert exact == exact_1
+            torch.testing.assert_close((row, total), (row_1, total_1), rtol=1e-5, atol=1e-6)
+
+
+class LooksAlone(Sharded):
+    """Under ddp, rank 0 alone looks at its copy."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 0:
+            self.net[0].weight.detach().cpu().numpy().mean()
+
+
+def test_one_rank_may_look_at_its_copy(worlds: Worlds) -> None:
+    assert_equals_one_device(worlds(2).run(train, LooksAlone, MESH, timeout_s=SECONDS), train(LooksAlone, None))
