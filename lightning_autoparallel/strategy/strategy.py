@@ -46,7 +46,7 @@ from lightning_autoparallel.strategy.held_optimizers import held_optimizers
 from lightning_autoparallel.strategy.last_rows import share_out_rows
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
 from lightning_autoparallel.strategy.lightning_tools import check_tools, count_every_row_once
-from lightning_autoparallel.strategy.met_batches import meet_at_the_end, met_before_batches
+from lightning_autoparallel.strategy.met_batches import meet_at_the_end
 from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memory_note
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
@@ -252,8 +252,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed())
         self._while_set_up.enter_context(self._steps.around_hooks())
-        self._while_set_up.enter_context(self.draws_followed())
-        self._while_set_up.enter_context(met_before_batches(trainer, engine.context.control))
+        self._while_set_up.enter_context(self.together_between_steps(trainer))
         self._while_set_up.enter_context(joined_over_rows(self.mesh))
         self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)

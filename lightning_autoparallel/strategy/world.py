@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_autoparallel.config import MeshSpec
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.lightning_compat import (
     ParallelStrategy,
+    Trainer,
     all_gather_if_available,
     default_process_group_backend,
     distributed_is_initialized,
@@ -39,6 +40,7 @@ from lightning_autoparallel.strategy.backends import check_backend, check_backen
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
+from lightning_autoparallel.strategy.met_batches import met_before_batches
 from lightning_autoparallel.strategy.roll_call import RollCall
 from lightning_autoparallel.strategy.shared_rows import SharedRows
 from lightning_autoparallel.torch_compat.default_world import backend_of
@@ -230,10 +232,14 @@ class WorldStrategy(ParallelStrategy):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self._batch_shard()[0])
         return dataloader
 
-    def draws_followed(self) -> contextlib.AbstractContextManager[None]:
-        """While open, what hooks of an epoch's start draw on one rank is drawn on all of its batch shard."""
+    @contextlib.contextmanager
+    def together_between_steps(self, trainer: Trainer) -> Iterator[None]:
+        """While open, ranks meet before each batch; those of a batch shard draw alike behind an epoch's first hooks."""
+        assert self._control is not None
         shared = self._shared_rows
-        return contextlib.nullcontext() if shared is None else around_hooks(shared.followed_behind)
+        draws = contextlib.nullcontext() if shared is None else around_hooks(shared.followed_behind)
+        with draws, met_before_batches(trainer, self._control):
+            yield
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The batch on the device; in a loop ranks of one batch shard have the same rows, see ``shared_rows.py``."""
