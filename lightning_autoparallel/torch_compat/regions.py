@@ -13,6 +13,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from lightning_autoparallel.torch_compat.tracing import annotate_nodes
 
 REGION_KEY = "checkpoint_region"
+# torch 2.14 calls the second, older ones the first
+_WITHOUT_REENTRANT = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 
 
 @contextlib.contextmanager
@@ -33,8 +35,9 @@ def visible_checkpoint_regions() -> Iterator[None]:
         with annotate_nodes(**{REGION_KEY: next(numbers)}):
             return function(*args)
 
-    with (
-        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", run_without_reentrant),
-        mock.patch.object(torch_checkpoint.CheckpointFunction, "apply", run_reentrant),
-    ):
+    with contextlib.ExitStack() as stack:
+        for name in _WITHOUT_REENTRANT:
+            if hasattr(torch_checkpoint, name):
+                stack.enter_context(mock.patch.object(torch_checkpoint, name, run_without_reentrant))
+        stack.enter_context(mock.patch.object(torch_checkpoint.CheckpointFunction, "apply", run_reentrant))
         yield
