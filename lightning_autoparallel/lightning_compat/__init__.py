@@ -240,6 +240,11 @@ def is_called_by_loop(module: LightningModule, hook: str) -> bool:
     return module._current_fx_name == hook
 
 
+def signals_of(trainer: Trainer) -> Any:
+    """What handles signals to this process, and knows whether it was told to end."""
+    return trainer._signal_connector
+
+
 def kept_predictions(trainer: Trainer) -> list[tuple[Any, list[Any], list[Any]]]:
     """Of each loader: it, what was predicted of its batches, and of which rows; empty where nobody asks for that."""
     loop = trainer.predict_loop
@@ -322,6 +327,7 @@ __all__ = [
     "reset_seed",
     "restore_modules_and_callbacks",
     "set_num_threads_if_needed",
+    "signals_of",
     "sync_if_available",
     "trainer_calls",
     "weights_only_of_run",

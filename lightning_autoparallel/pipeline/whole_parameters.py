@@ -455,7 +455,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _are_cut_alike(tensors: Sequence[Any]) -> bool:
-    return len({tensor.placements for tensor in tensors if isinstance(tensor, DTensor)}) <= 1
+    return len({tensor.placements for tensor in tensors if isinstance(tensor, DTensor) and tensor.dim()}) <= 1
 
 
 def _meets_wrapped_shards(values: Sequence[Any]) -> bool:

@@ -81,9 +81,10 @@ class MixedOperands(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__reduce_ex__" and isinstance(args[0], DTensor) and not self._is_inside():
             return pickled(*args)
-        if name == "__deepcopy__" and isinstance(args[0], DTensor) and (args[0].is_leaf or not args[0].requires_grad):
-            return copied(args[0], args[1])
-        if name in _TO_PYTHON and isinstance(args[0], DTensor) and not self._is_inside():
+        if name == "__deepcopy__" and _is_copied(args[0]):
+            with self._written_back():
+                return copied(args[0], args[1])
+        if name in _TO_PYTHON and _has_numbers(args[0], name) and not self._is_inside():
             return self._to_python(func, name, args, kwargs)
         if self._gives_whole and func == _GET_DATA and not self._is_inside():
             return self._parameters.data_of(args[0])
@@ -104,11 +105,16 @@ class MixedOperands(TorchFunctionMode):
                 return self._computed(func, name, args, kwargs, _are_mixed(tensors))
         return self._followed(func, name, args, kwargs, _are_mixed(tensors))
 
+    def _written_back(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, what was written into whole tensors is in the shards."""
+        return self._parameters.paused() if self._gives_whole else contextlib.nullcontext()
+
     def _to_python(self, func: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Numbers of a whole tensor: of a copy that this rank has, else all ranks meet."""
         tensor: DTensor = args[0]
         if all(placement.is_replicate() for placement in tensor.placements):
-            return func(part_of(tensor), *args[1:], **kwargs)
+            with self._written_back():
+                return func(part_of(tensor), *args[1:], **kwargs)
         if not self._gives_whole:
             self._begin(name)
         with torch.no_grad():
@@ -153,10 +159,18 @@ class MixedOperands(TorchFunctionMode):
                 f"{user_line()} gives {name} a parameter, which lies in shards, and a whole tensor, outside of a step, "
                 "where nobody reduces the gradient: give it parameter.detach(), or do it inside of torch.no_grad()"
             )
-        # what was written into whole ones is in the shards
-        paused = self._parameters.paused() if self._gives_whole else contextlib.nullcontext()
-        with paused, self._operators.during("followed"):
+        with self._written_back(), self._operators.during("followed"):
             return func(*args, **kwargs)
+
+
+def _is_copied(value: Any) -> bool:
+    is_own = isinstance(value, DTensor) and (value.is_leaf or not value.requires_grad)
+    return is_own and not any(placement.is_partial() for placement in value.placements)
+
+
+def _has_numbers(value: Any, name: str) -> bool:
+    """Whether a conversion is of the whole tensor; as text others than single numbers are shown as a DTensor is."""
+    return isinstance(value, DTensor) and (name != "__format__" or value.dim() == 0)
 
 
 def _shape_of(value: Any) -> Any:

@@ -68,11 +68,14 @@ def _check_same_module(module: nn.Module, control: ControlGroup) -> None:
         return
     first, *others = control.gather(mine)
     rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, 1) if repr(theirs) != repr(first))
-    name = next((name for name in (*first, *theirs) if first.get(name) != theirs.get(name)), "the order of parameters")
+    name = next((name for name in (*first, *theirs) if first.get(name) != theirs.get(name)), None)
+    differs = (
+        f"{name} is {first.get(name, 'not there')} on rank 0 and {theirs.get(name, 'not there')} on rank {rank}"
+        if name is not None
+        else f"parameters of ranks 0 and {rank} come in different orders"
+    )
     raise ConfigError(
-        f"ranks have made different modules: {name} is {first.get(name, 'not there')} on rank 0 and "
-        f"{theirs.get(name, 'not there')} on rank {rank}; make the same on all ranks, in __init__, setup and "
-        "configure_model"
+        f"ranks have made different modules: {differs}; make the same on all, in __init__, setup and configure_model"
     )
 
 

@@ -37,13 +37,14 @@ def around(local: Tensor, description: Description) -> DTensor:
 
 
 def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
-    """As ``copy.deepcopy`` copies parameters, which leave their gradients behind, and tensors that are none.
+    """As ``copy.deepcopy`` copies plain parameters, which leave their gradients behind.
 
-    Torch would copy gradients, too, and takes a part that starts behind its memory's beginning for one with memory.
+    Of DTensors torch copies gradients, too, and takes those that start behind their memory's beginning for tensors with
+    memory of their own.
     """
     if id(tensor) not in memo:
         with torch.no_grad():
-            values = tensor.detach().clone()
+            values = tensor.clone()
         is_parameter = isinstance(tensor, nn.Parameter)
         made = (
             nn.Parameter(values, tensor.requires_grad) if is_parameter else values.requires_grad_(tensor.requires_grad)

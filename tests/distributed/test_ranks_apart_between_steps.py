@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.distributed.jobs import MESH, Net, Validated, assert_equals_one_device, failure, train
+from tests.distributed.jobs import (
+    MESH,
+    Net,
+    Validated,
+    assert_equals_one_device,
+    failure,
+    make_strategy,
+    make_trainer,
+    train,
+)
 from tests.support.worlds import Worlds
 
 SECONDS = 60  # a group's timeout is far longer
@@ -69,7 +80,7 @@ class OtherModule(Sharded):
     ("kind", "said"),
     [
         (AsksAlone, "test_ranks_apart_between_steps.py:"),
-        (StopsAlone, "'the end of its run'"),
+        (StopsAlone, "its run's end"),
         (ValidatesLonger, "validation_step"),
         (OtherModule, "net.2.weight is (3, 10) torch.float32 on rank 0 and (4, 10) torch.float32 on rank 1"),
     ],
@@ -80,6 +91,30 @@ def test_ranks_find_out(kind: type[Net], said: str, worlds: Worlds) -> None:
         assert said in text
 
 
+class ToldToEnd(Sharded):
+    """Rank 1 gets a signal, in the middle of what it does between two batches."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_of_training() -> tuple[str, bool]:
+    """How the training ends, and whether the Trainer says that it was told to end."""
+    module = ToldToEnd()
+    module.train_dataloader = lambda: module.loader(0, 1)
+    trainer = make_trainer(make_strategy(MESH, ToldToEnd.strategy), 2)
+    try:
+        trainer.fit(module)
+    except BaseException as error:
+        return type(error).__name__, trainer.received_sigterm
+    return "trained on", trainer.received_sigterm
+
+
+def test_a_signal_to_one_rank_ends_all(worlds: Worlds) -> None:
+    assert worlds(2).run(end_of_training, timeout_s=SECONDS) == [("SIGTERMException", True)] * 2
+
+
 class Kept(Sharded):
     """The best module so far as a copy, numbers of weights for a histogram, and one as text, on all ranks."""
 
@@ -88,7 +123,10 @@ class Kept(Sharded):
         self.kept: list[Any] = []
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.inference_mode():
+            kept = copy.deepcopy(self.net[2])
         best, weight = copy.deepcopy(self.net), self.net[0].weight
+        torch.testing.assert_close(kept.weight.sum().item(), best[2].weight.sum().item())
         assert best[0].weight is not weight and best[0].weight.grad is None and best[0].weight.requires_grad
         counts, _ = np.histogram(weight.detach().numpy(), bins=4)
         self.kept.append((counts.tolist(), f"{weight.mean():.4f}", weight[0].tolist(), float(best[2].weight.sum())))
