@@ -223,7 +223,7 @@ def other_place(places: list[Any]) -> OtherRankError:
     shown = ", ".join(f"rank {rank} at {getattr(place, 'name', place)!r}" for rank, place in enumerate(places))
     error = OtherRankError(
         f"ranks have come to different places of a step: {shown}; every rank must call the same modules in the same "
-        "order, and skip the same batches"
+        "order, take as many batches (of validations, too), skip the same of them, and end its training alike"
     )
     error.places = tuple(places)
     return error
