@@ -2,23 +2,35 @@
 
 Lightning's loop broadcasts there whether the job is to end, on the default group, and so does its handler of SIGTERM. A
 rank that is elsewhere, in a hook that it alone asks something in, in an evaluation that has more batches on it, or at
-the end of its run, never comes.
+the end of its run, never comes. In the same message ranks compare their optimizers: each updates its own shards.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning_autoparallel.lightning_compat import SIGTERMException, Trainer, signals_of
+from torch.optim import Optimizer
+
+from lightning_autoparallel.lightning_compat import SIGTERMException, Trainer, rank_zero_warn, signals_of
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.pipeline.agreement import other_place
 
 NEXT_BATCH = "the next batch of the training"
 _ENDS = f"{NEXT_BATCH}, and told to end"
+_NUMBERS = (bool, int, float, tuple)
 _BROADCAST, _HANDLER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is, as errors name it, and by what rules its optimizers update."""
+
+    name: str
+    rules: dict[str, str]
 
 
 class _Meeting:
@@ -27,6 +39,7 @@ class _Meeting:
     def __init__(self, trainer: Trainer, control: ControlGroup) -> None:
         self._trainer, self._control = trainer, control
         self._is_told = False
+        self._compares = True  # until optimizers were found to differ
 
     def told(self, signum: Any, frame: Any) -> None:
         """A SIGTERM has come: while ranks train they end together, at their next batch; nothing is sent here."""
@@ -45,14 +58,43 @@ class _Meeting:
             SIGTERMException: on all ranks, where one was told to end.
         """
         ends, place = self._is_told, _ENDS if self._is_told else NEXT_BATCH
-        if not self._control.agrees(place):
-            places = self._control.gather(place)
-            if not all(other in (NEXT_BATCH, _ENDS) for other in places):
+        rules = _rules(self._trainer.optimizers) if self._compares else {}
+        if not self._control.agrees(f"{place} {rules}"):
+            places = self._control.gather(_Place(place, rules))
+            if not all(isinstance(other, _Place) for other in places):
                 raise other_place(places)
-            ends = True
+            ends = any(other.name == _ENDS for other in places)
+            self._tell([other.rules for other in places])
         if ends:
             signals_of(self._trainer).received_sigterm = True
             raise SIGTERMException()
+
+    def _tell(self, everyone: list[dict[str, str]]) -> None:
+        """Of the first difference, once: under DDP copies drift apart in the same way."""
+        first = everyone[0]
+        for rank, theirs in enumerate(everyone):
+            name = next((name for name in (*first, *theirs) if first.get(name) != theirs.get(name)), None)
+            if name is not None:
+                self._compares = False
+                rank_zero_warn(
+                    f"autoparallel: optimizers differ: {name} is {first.get(name, 'not there')} on rank 0 and "
+                    f"{theirs.get(name, 'not there')} on rank {rank}. Each rank updates its own part of parameters, "
+                    "so that parts follow different rules: decide by what ranks have in common (self.all_gather, or "
+                    "self.log(..., sync_dist=True) of what a scheduler monitors)"
+                )
+                return
+
+
+def _rules(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """By what numbers optimizers update how many parameters; tensors, which may be on a device, are not looked at."""
+    found: dict[str, str] = {}
+    for i, optimizer in enumerate(optimizers):
+        found[f"the class of optimizer {i}"] = type(optimizer).__name__
+        for j, group in enumerate(optimizer.param_groups):
+            of_group = {key: repr(value) for key, value in group.items() if isinstance(value, _NUMBERS)}
+            named = {"the number of parameters": str(len(group["params"])), **of_group}
+            found |= {f"{key} of group {j} of optimizer {i}": value for key, value in named.items()}
+    return found
 
 
 @contextlib.contextmanager

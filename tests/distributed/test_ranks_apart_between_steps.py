@@ -115,6 +115,31 @@ def test_a_signal_to_one_rank_ends_all(worlds: Worlds) -> None:
     assert worlds(2).run(end_of_training, timeout_s=SECONDS) == [("SIGTERMException", True)] * 2
 
 
+class OtherRates(Sharded):
+    """Its rate follows from what only one rank has seen."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.optimizers().param_groups[0]["lr"] = 0.05
+
+
+class OtherMomentum(Sharded):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5 + 0.1 * dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (OtherRates, "lr of group 0 of optimizer 0 is 0.1 on rank 0 and 0.05 on rank 1"),
+        (OtherMomentum, "momentum of group 0 of optimizer 0 is 0.5 on rank 0 and 0.6 on rank 1"),
+    ],
+)
+def test_optimizers_that_differ_are_said_once(kind: type[Net], said: str, worlds: Worlds) -> None:
+    first, second = worlds(2).run(train, kind, MESH, timeout_s=SECONDS)
+    assert (first.said(said), first.said("optimizers differ"), len(second.losses)) == (1, 1, kind.steps)
+
+
 class Kept(Sharded):
     """The best module so far as a copy, numbers of weights for a histogram, and one as text, on all ranks."""
 
