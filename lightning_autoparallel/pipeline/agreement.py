@@ -381,5 +381,16 @@ def _number(text: str) -> Tensor:
     return torch.tensor([number, -number])
 
 
+def first_difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
+    """What rank 0 has under a name and another rank has not, in words; None where all have the same under each."""
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for name in (*first, *theirs):
+            own, other = first.get(name, "not there"), theirs.get(name, "not there")
+            if own != other:
+                return f"{name} is {own} on rank 0 and {other} on rank {rank}"
+    return None
+
+
 def _message(error: Exception) -> str:
     return str(error) if isinstance(error, AutoParallelError) else f"{type(error).__name__}: {error}"

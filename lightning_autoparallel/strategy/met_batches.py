@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_autoparallel.lightning_compat import SIGTERMException, Trainer, rank_zero_warn, signals_of
 from lightning_autoparallel.pipeline import ControlGroup
-from lightning_autoparallel.pipeline.agreement import other_place
+from lightning_autoparallel.pipeline.agreement import first_difference, other_place
 
 NEXT_BATCH = "the next batch of the training"
 _ENDS = f"{NEXT_BATCH}, and told to end"
@@ -71,18 +71,14 @@ class _Meeting:
 
     def _tell(self, everyone: list[dict[str, str]]) -> None:
         """Of the first difference, once: under DDP copies drift apart in the same way."""
-        first = everyone[0]
-        for rank, theirs in enumerate(everyone):
-            name = next((name for name in (*first, *theirs) if first.get(name) != theirs.get(name)), None)
-            if name is not None:
-                self._compares = False
-                rank_zero_warn(
-                    f"autoparallel: optimizers differ: {name} is {first.get(name, 'not there')} on rank 0 and "
-                    f"{theirs.get(name, 'not there')} on rank {rank}. Each rank updates its own part of parameters, "
-                    "so that parts follow different rules: decide by what ranks have in common (self.all_gather, or "
-                    "self.log(..., sync_dist=True) of what a scheduler monitors)"
-                )
-                return
+        differing = first_difference(everyone)
+        if differing is not None:
+            self._compares = False
+            rank_zero_warn(
+                f"autoparallel: optimizers differ: {differing}. Each rank updates its own part of parameters, so that "
+                "parts follow different rules: decide by what ranks have in common (self.all_gather, or "
+                "self.log(..., sync_dist=True) of what a scheduler monitors)"
+            )
 
 
 def _rules(optimizers: Sequence[Optimizer]) -> dict[str, str]:

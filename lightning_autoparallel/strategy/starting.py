@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_autoparallel.checkpoint import WeightsToCome
 from lightning_autoparallel.errors import AutoParallelError, CheckpointError, ConfigError
 from lightning_autoparallel.pipeline import ControlGroup, StepEngine
+from lightning_autoparallel.pipeline.agreement import first_difference
 from lightning_autoparallel.pipeline.same_order import check_same_plan
 
 T = TypeVar("T")
@@ -66,14 +67,7 @@ def _check_same_module(module: nn.Module, control: ControlGroup) -> None:
     mine = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in named}
     if control.agrees(repr(mine)):
         return
-    first, *others = control.gather(mine)
-    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, 1) if repr(theirs) != repr(first))
-    name = next((name for name in (*first, *theirs) if first.get(name) != theirs.get(name)), None)
-    differs = (
-        f"{name} is {first.get(name, 'not there')} on rank 0 and {theirs.get(name, 'not there')} on rank {rank}"
-        if name is not None
-        else f"parameters of ranks 0 and {rank} come in different orders"
-    )
+    differs = first_difference(control.gather(mine)) or "parameters come in different orders"
     raise ConfigError(
         f"ranks have made different modules: {differs}; make the same on all, in __init__, setup and configure_model"
     )
