@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from lightning_autoparallel.pipeline.agreement import (
     StepIdentity,
     check_same_call,
     check_same_rows,
-    check_same_step,
 )
+from lightning_autoparallel.pipeline.compared_steps import compare_step
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.step_calls import StepCall
 
@@ -27,6 +27,9 @@ class Taken:
 
     fed: str
     buffers: Mapping[str, str]
+
+
+Agreement = Callable[[], None]  # waits for the answer, and raises where ranks differ
 
 
 def check_agreement(
@@ -45,8 +48,7 @@ def check_agreement(
     Raises:
         AutoParallelError: on all ranks, if one is not.
     """
-    now = repr((state, layout.same, sorted(layout.sharing)))
-    fed = taken.fed if taken is not None else ""
+    now, fed = _state_text(layout, state), taken.fed if taken is not None else ""
     if call.local:
         batch = f"{layout} in {layout.structure}"
         mine = StepIdentity(
@@ -56,25 +58,45 @@ def check_agreement(
         if layout.refused:
             raise CaptureError(f"{call.name}: {layout.refused}")
         return
+    begin_agreement(context, call, layout, leaves, variant, state, taken, ahead=False)()
+
+
+def begin_agreement(
+    context: StageContext,
+    call: StepCall,
+    layout: BatchLayout,
+    leaves: Sequence[tuple[str, Any]],
+    variant: int,
+    state: Any,
+    taken: Taken | None = None,
+    ahead: bool = True,
+) -> Agreement:
+    """The same of a step of the whole module, which may run ``ahead`` of the answer; what it gives waits for that."""
     batched = {leaf.path for leaf in layout.leaves if leaf.batched}
     values = {path: digest(leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and path not in batched}
     values |= {path: repr(leaf) for path, leaf in leaves if type(leaf) in (int, float)}
-    differing = check_same_step(
-        context.control,
-        StepIdentity(
-            name=call.name,
-            batch=str(layout),
-            shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
-            values=values,
-            variant=variant,
-            module_state=now,
-            fed=fed,
-            buffers=taken.buffers if taken is not None else {},
-            written="" if context.control.alone else context.own_writes.text(),
-        ),
+    mine = StepIdentity(
+        name=call.name,
+        batch=str(layout),
+        shapes={leaf.path: leaf.shape for leaf in layout.tensors if leaf.shape is not None},
+        values=values,
+        variant=variant,
+        module_state=_state_text(layout, state),
+        fed=taken.fed if taken is not None else "",
+        buffers=taken.buffers if taken is not None else {},
+        written="" if context.control.alone else context.own_writes.text(),
     )
-    context.own_writes.tell(differing, call.name, context.warn, context.control.gather)
-    context.own_writes.clear()
+    differences = compare_step(context.control, mine, ahead)
+
+    def answered() -> None:
+        context.own_writes.tell(differences(), call.name, context.warn, context.control.gather)
+        context.own_writes.clear()
+
+    return answered
+
+
+def _state_text(layout: BatchLayout, state: Any) -> str:
+    return repr((state, layout.same, sorted(layout.sharing)))
 
 
 def check_shared_rows(

@@ -21,7 +21,7 @@ from lightning_autoparallel.errors import (
     RanksDifferError,
 )
 from lightning_autoparallel.fx.values import digest
-from lightning_autoparallel.pipeline.dissemination import RING_UP_TO, most_of_all
+from lightning_autoparallel.pipeline.dissemination import RING_UP_TO, begun, most_of_all
 from lightning_autoparallel.pipeline.own_writes import differing_writes
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_unflatten
@@ -45,6 +45,22 @@ class StepIdentity:
     written: str = ""  # what the ranks' own Python has written into parameters since the last step
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What ranks compare besides in a step's message.
+
+    They are ``told`` every rank's ``value`` where texts differ, their own where all messages are equal.
+    """
+
+    text: str
+    value: Any
+    told: Callable[[list[Any]], None]
+
+
+def _nothing() -> None:
+    pass
+
+
 class ControlGroup:
     """All ranks on a gloo group apart from the mesh's: nothing the step launches is counted or delayed by it.
 
@@ -55,6 +71,9 @@ class ControlGroup:
 
     def __init__(self, timeout: timedelta, shards: Sequence[int] = ()) -> None:
         self.shards = tuple(shards)
+        self.join: Callable[[], None] = _nothing  # runs what other ranks run ahead of an answer
+        self.carried: Carried | None = None  # for the next step's message
+        self.has_agreed = False  # on some step
         # A fake world has one process, which agrees with itself.
         self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
         with one_gloo_thread():
@@ -96,23 +115,42 @@ class ControlGroup:
             return True
         bounds = self._most(self._numbers(text, shared))
         assert bounds is not None, "without a timeout of its own it ends with that of the group, which raises"
-        agreed = (bounds[:, 0] == -bounds[:, 1]).tolist()
-        return all(agreed[1:]) if agreed[0] else None
+        agreed, *in_shards = self._joined(bounds)
+        return all(in_shards) if agreed else None
+
+    def begin(self, text: str) -> Callable[[], bool]:
+        """As ``agrees``, of a step that this rank runs before it knows: what it returns waits for the answer.
+
+        Nothing else may be asked before. Ranks that differ and do not run it themselves ``join``: they run the forward
+        that all have agreed on last, so that nobody waits in a collective of it.
+        """
+        if self._alone:
+            return lambda: True
+        assert self._group is not None
+        answer = begun(self._numbers(text, ahead=True), self._group, self.ring_up_to)
+        return lambda: _alike(answer())[0]
 
     def _compare(self, text: str, timeout: timedelta | None, late: Callable[[], None] | None = None) -> bool | None:
         """Whether every rank gave the same text; None if some took longer than ``timeout``."""
         if self._alone:
             return True
         bounds = self._most(self._numbers(text), timeout, late)
-        return None if bounds is None else bool(bounds[0, 0] == -bounds[0, 1])
+        return None if bounds is None else self._joined(bounds)[0]
 
-    def _numbers(self, text: str, shared: str = "") -> Tensor:
-        """What is compared, as a number and its negative, and below that of each batch shard.
+    def _joined(self, bounds: Tensor) -> list[bool]:
+        """What is alike on all ranks; where they differ, those that run ahead have been joined."""
+        alike = _alike(bounds)
+        if not alike[0] and bool(bounds[-1, 0]):
+            self.join()
+        return alike
+
+    def _numbers(self, text: str, shared: str = "", ahead: bool = False) -> Tensor:
+        """What is compared, as a number and its negative, below that of each batch shard, and last who runs ahead.
 
         There are as many where nothing of shards is asked, so that ranks in different places find out.
         """
-        numbers = torch.full((1 + len(set(self.shards)), 2), _LEAST)
-        numbers[0] = _number(text)
+        numbers = torch.full((2 + len(set(self.shards)), 2), _LEAST)
+        numbers[0], numbers[-1] = _number(text), int(ahead)
         if self.shards:
             numbers[1 + self.shards[dist.get_rank()]] = _number(shared)
         return numbers
@@ -240,19 +278,14 @@ def _same_place(everyone: list[Any]) -> list[StepIdentity]:
     return everyone
 
 
-def check_same_step(control: ControlGroup, mine: StepIdentity) -> list[str]:
-    """Compare what ranks are about to run, before any of them starts a collective.
-
-    What they have written different values into, where they differ in nothing else.
+def differences_of_step(everyone: list[StepIdentity]) -> list[str]:
+    """What ranks have written different values into, where what they are about to run differs in nothing else.
 
     Raises:
         RanksDifferError: they hold batches of different shapes, or different values of a replicated leaf.
         ConfigError: they froze different parameters.
         CaptureError: they took different branches.
     """
-    if control.agrees(repr(mine)):
-        return []
-    everyone = _same_place(control.gather(mine))
     first = everyone[0]
     if all(replace(theirs, written=first.written) == first for theirs in everyone):
         return differing_writes([theirs.written for theirs in everyone]) or []
@@ -374,6 +407,11 @@ def rows_apart(everyone: Sequence[tuple[int, Mapping[str, str]]]) -> str | None:
                 f"'{path or 'batch'}'"
             )
     return None
+
+
+def _alike(bounds: Tensor) -> list[bool]:
+    """Of the text, and of what each batch shard shares, whether all ranks gave the same."""
+    return (bounds[:-1, 0] == -bounds[:-1, 1]).tolist()  # type: ignore[no-any-return]
 
 
 def _number(text: str) -> Tensor:

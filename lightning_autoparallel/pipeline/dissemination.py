@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +48,27 @@ def most_of_all(
         return _around_the_ring(mine, group, timeout, late)
     if late is None:
         return _disseminated(mine, group, timeout)
-    return _watched(lambda: _disseminated(mine, group, timeout), *late)
+    return _watched(lambda: _disseminated(mine, group, None), *late)
+
+
+def begun(mine: Tensor, group: dist.ProcessGroup, ring_up_to: int = RING_UP_TO) -> Callable[[], Tensor]:
+    """The same maximum on its way while this thread does other things; what it returns waits for it.
+
+    Nothing else may be sent in the ``group`` before.
+
+    Raises:
+        RuntimeError: when waiting, as ``most_of_all`` does.
+    """
+    if dist.get_world_size(group) > ring_up_to:
+        return _Exchange(lambda: _disseminated(mine, group, None)).result
+    found = mine.clone()
+    work: Any = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return found
+
+    return wait
 
 
 def _around_the_ring(
@@ -90,29 +109,38 @@ def _is_done(work: Any, timeout: timedelta | None) -> bool:
     return True
 
 
-@dataclass
-class _Outcome:
-    found: Tensor | None = None
-    error: BaseException | None = None
+class _Exchange:
+    """On a thread of its own: what waits for a message cannot be asked whether it has come."""
+
+    def __init__(self, exchange: Callable[[], Tensor | None]) -> None:
+        self._exchange = exchange
+        self._found: Tensor | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="autoparallel-agreement", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._exchange()
+        except BaseException as error:  # raised again on the thread that asked
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Tensor:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None, "without a timeout of its own it ends with that of the group, which raises"
+        return self._found
 
 
 def _watched(exchange: Callable[[], Tensor | None], patience: timedelta, late: Callable[[], None]) -> Tensor | None:
-    """On a thread of its own: what waits for a message cannot be asked whether it has come."""
-    outcome = _Outcome()
-
-    def run() -> None:
-        try:
-            outcome.found = exchange()
-        except BaseException as error:  # raised again below, on the thread that asked
-            outcome.error = error
-
-    thread = threading.Thread(target=run, name="autoparallel-agreement", daemon=True)
-    thread.start()
-    _wait_until(lambda: not thread.is_alive(), patience, late)
-    thread.join()
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.found
+    running = _Exchange(exchange)
+    _wait_until(lambda: running.is_done, patience, late)
+    return running.result()
 
 
 def _wait_until(is_done: Callable[[], bool], patience: timedelta, late: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ from lightning_autoparallel.errors import (
     ConfigError,
     TooManyCapturesError,
 )
-from lightning_autoparallel.pipeline.agreed_calls import Taken, check_agreement, check_shared_rows
+from lightning_autoparallel.pipeline.agreed_calls import Agreement, Taken, check_agreement, check_shared_rows
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.buffers import AgreedBuffers
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
@@ -80,6 +80,7 @@ from lightning_autoparallel.pipeline.step_calls import (
     pinned_edges,
     static_leaves,
 )
+from lightning_autoparallel.pipeline.steps_ahead import StepsAhead
 from lightning_autoparallel.plan.parameter_storage import place_parameters
 from lightning_autoparallel.plan.planner import plan_axes
 
@@ -115,6 +116,7 @@ class StepEngine:
 
     def __post_init__(self) -> None:
         self.deferred = DeferredGradients(self.module, self.context, self.device, self.reports)
+        self._ahead = StepsAhead(self)
 
     @property
     def constants(self) -> list[Tensor]:
@@ -194,6 +196,7 @@ class StepEngine:
         for known in (self.layouts, self._variants, self._captures, self._structures, self._numbers):
             known.clear()  # type: ignore[attr-defined]
         self.modes = self._checked = None
+        self._ahead.forget()
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
@@ -243,17 +246,12 @@ class StepEngine:
         """The same, up to where the step runs; nothing has happened where this raises."""
         leaves, rebuild = flatten_batch(batch)
         call, layout = self._described(call, batch, leaves)
-        variant = self._variant(call, layout, leaves, rebuild, counters)
+        ahead: list[Callable[[], Agreement]] = []
+        variant = self._variant(call, layout, leaves, rebuild, counters, ahead=ahead)
         self.context.found.note(call, variant.step.captured)
-        return ReadyStep(
-            engine=self,
-            call=call,
-            variant=variant,
-            layout=layout,
-            leaves=leaves,
-            rebuild=rebuild,
-            counters=counters,
-        )
+        begin = ahead[0] if ahead else None
+        of_batch = partial(ReadyStep, layout=layout, leaves=leaves, rebuild=rebuild, counters=counters)
+        return of_batch(engine=self, call=call, variant=variant, begin=begin)
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
         if not call.local:
@@ -273,12 +271,18 @@ class StepEngine:
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
         planned: StepRequest | None = None,  # what a plan was found for
+        ahead: list[Callable[[], Agreement]]
+        | None = None,  # takes how ranks agree where the step may run ahead of that
     ) -> Variant:
         state = self._call_state(call) if call.local else self._module_state()
         key = (call.name, layout, state, frozenset(self._waiting(call)))
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
+        if ahead is not None and index < len(known) and self._ahead.may((key, index)):
+            taken = self._taken(call, known[index], found)
+            ahead.append(partial(self._ahead.begin, call, layout, leaves, index, state, taken))
+            return known[index]
         agree = partial(check_agreement, self.context, call, layout, leaves, index, state)
         agree(self._taken(call, known[index], found) if index < len(known) else None)
         if index == len(known):
@@ -301,7 +305,7 @@ class StepEngine:
             if not call.local:
                 agree(self._taken(call, known[index], found))
         if not call.local:
-            self.buffers.agree()
+            self._ahead.agreed((key, index), known[index])
         return known[index]
 
     def _taken(self, call: StepCall, variant: Variant, found: Mapping[str, Any]) -> Taken | None:

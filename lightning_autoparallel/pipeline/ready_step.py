@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PassedOn
+from lightning_autoparallel.errors import AutoParallelError
+from lightning_autoparallel.pipeline.agreed_calls import Agreement
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
@@ -34,6 +36,7 @@ class ReadyStep:
     leaves: Sequence[tuple[str, Any]]
     rebuild: Callable[[list[Any]], Any]
     counters: Mapping[str, int]
+    begin: Callable[[], Agreement] | None = None  # where it runs ahead of ranks' agreement
 
     @property
     def effect_whole(self) -> tuple[bool, ...]:
@@ -41,12 +44,16 @@ class ReadyStep:
         return _whole_effects(self.variant.step)
 
     def run(self, around: Around = contextlib.nullcontext) -> StepResult:
-        """Run it inside ``around()``; every rank calls it alike."""
+        """Run it inside ``around()``; every rank calls it alike.
+
+        Raises:
+            AutoParallelError: it ran ahead, and ranks differ; nothing has come of it.
+        """
         state = self.variant.state
         numbers, found = state.values({**self.counters, **static_leaves(self.leaves)}), state.writes.prepare()
         parameters, buffers = self._state()
         inputs = [*parameters, *buffers.values(), *self._given(numbers)]
-        with self.engine.seeded(self.variant.step, self.call.local), around():
+        with self._agreeing(), self.engine.seeded(self.variant.step, self.call.local), around():
             step, layouts = self.variant.at_this_step(), self.variant.layouts
             results = run_step(step, inputs, layouts, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
@@ -64,6 +71,24 @@ class ReadyStep:
             step=self.variant.step,
             numbers=numbers,
         )
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Where the step runs ahead, ranks agree meanwhile; where they do not it has drawn nothing."""
+        if self.begin is None:
+            yield
+            return
+        answered, drawn = self.begin(), self.engine.draws.count
+        try:
+            try:
+                yield
+            except Exception:  # of a signal to end nobody waits for others
+                answered()
+                raise
+            answered()
+        except AutoParallelError:
+            self.engine.draws.count = drawn
+            raise
 
     @property
     def _backwards(self) -> BackwardCalls | None:

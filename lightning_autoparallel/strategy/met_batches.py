@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_autoparallel.lightning_compat import SIGTERMException, Trainer, rank_zero_warn, signals_of
 from lightning_autoparallel.pipeline import ControlGroup
-from lightning_autoparallel.pipeline.agreement import first_difference, other_place
+from lightning_autoparallel.pipeline.agreement import Carried, first_difference, other_place
 
 NEXT_BATCH = "the next batch of the training"
 _ENDS = f"{NEXT_BATCH}, and told to end"
@@ -40,6 +40,7 @@ class _Meeting:
         self._trainer, self._control = trainer, control
         self._is_told = False
         self._compares = True  # until optimizers were found to differ
+        self._ends = False  # all ranks know that one was told
 
     def told(self, signum: Any, frame: Any) -> None:
         """A SIGTERM has come: while ranks train they end together, at their next batch; nothing is sent here."""
@@ -51,23 +52,34 @@ class _Meeting:
             signals_of(self._trainer).received_sigterm = True
 
     def meet(self) -> None:
-        """Before a batch.
+        """Before a batch; once ranks have agreed on a step, in the message of the next one, which they run meanwhile.
 
         Raises:
             OtherRankError: ranks are in different places.
             SIGTERMException: on all ranks, where one was told to end.
         """
-        ends, place = self._is_told, _ENDS if self._is_told else NEXT_BATCH
-        rules = _rules(self._trainer.optimizers) if self._compares else {}
-        if not self._control.agrees(f"{place} {rules}"):
-            places = self._control.gather(_Place(place, rules))
-            if not all(isinstance(other, _Place) for other in places):
-                raise other_place(places)
-            ends = any(other.name == _ENDS for other in places)
-            self._tell([other.rules for other in places])
-        if ends:
+        if not self._ends:
+            self._ask()
+        if self._ends:
             signals_of(self._trainer).received_sigterm = True
             raise SIGTERMException()
+
+    def _ask(self) -> None:
+        rules = _rules(self._trainer.optimizers) if self._compares else {}
+        place = _Place(_ENDS if self._is_told else NEXT_BATCH, rules)
+        is_left, self._control.carried = self._control.carried is not None, None  # no step has come since
+        if self._control.has_agreed and not is_left:
+            self._control.carried = Carried(repr(place), place, self._heard)
+        elif not self._control.agrees(repr(place)):
+            self._heard(self._control.gather(place))
+        else:
+            self._ends = self._is_told
+
+    def _heard(self, places: list[Any]) -> None:
+        if not all(isinstance(other, _Place) for other in places):
+            raise other_place(places)
+        self._ends = any(other.name == _ENDS for other in places)
+        self._tell([other.rules for other in places])
 
     def _tell(self, everyone: list[dict[str, str]]) -> None:
         """Of the first difference, once: under DDP copies drift apart in the same way."""
