@@ -213,6 +213,9 @@ def _distinct(results: list[Tensor]) -> list[Tensor]:
     return distinct
 
 
+_FEW = 1024  # elements: a copy takes less time than to look whose memory it is
+
+
 def _no_view(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
     """The result as a tensor that may be changed in place: of its own, unless its memory is ``saved``, else a copy.
 
@@ -220,6 +223,8 @@ def _no_view(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
     """
     if not result._is_view() or active_fake_mode() is not None:
         return result
+    if result.numel() <= _FEW:
+        return result.clone()
     if storage_of(result) in map(storage_of, saved):
         return result.clone()
     alone = result.new_empty(0)

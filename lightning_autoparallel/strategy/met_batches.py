@@ -1,8 +1,9 @@
-"""Ranks meet before each training batch where a difference is found: on the group on which they agree.
+"""Ranks meet at each training batch where a difference is found: on the group on which they agree.
 
 Lightning's loop broadcasts there whether the job is to end, on the default group, and so does its handler of SIGTERM. A
 rank that is elsewhere, in a hook that it alone asks something in, in an evaluation that has more batches on it, or at
-the end of its run, never comes. In the same message ranks compare their optimizers: each updates its own shards.
+the end of its run, never comes. In the same message ranks compare their optimizers: each updates its own shards. Once
+they have agreed on a step it is the step's own message, for which nobody waits.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class _Meeting:
     def _ask(self) -> None:
         rules = _rules(self._trainer.optimizers) if self._compares else {}
         place = _Place(_ENDS if self._is_told else NEXT_BATCH, rules)
-        is_left, self._control.carried = self._control.carried is not None, None  # no step has come since
-        if self._control.has_agreed and not is_left:
+        if self._control.carried is not None:  # no step has come since: there is none, or no rank captures it
+            self._control.carried, self._control.has_agreed = None, False
+        if self._control.has_agreed:
             self._control.carried = Carried(repr(place), place, self._heard)
         elif not self._control.agrees(repr(place)):
             self._heard(self._control.gather(place))

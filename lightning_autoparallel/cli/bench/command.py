@@ -16,7 +16,7 @@ from lightning_autoparallel.artifacts import ArtifactWriter, to_json
 from lightning_autoparallel.callbacks.tables import print_table
 from lightning_autoparallel.cli.bench.bench_options import BenchOptions, bench_options, cores, plain_config
 from lightning_autoparallel.cli.bench.contenders import schedule
-from lightning_autoparallel.cli.bench.measurements import Contender, Job, Runs
+from lightning_autoparallel.cli.bench.measurements import OURS, Contender, Job, Runs
 from lightning_autoparallel.cli.bench.processes import MeasurementError, ended_by_signals, measure
 from lightning_autoparallel.cli.bench.same_graphs import same_graph_lines
 from lightning_autoparallel.cli.bench.table import NOTES, as_json, comparison, first_line, predicted_lines, problems
@@ -45,7 +45,7 @@ def run_bench(parser: LightningArgumentParser, config: Any) -> None:
         parser.error(str(error))
     with ended_by_signals():
         all_runs = measure_all(plain_config(plain), options)
-    show(all_runs, options)
+    show(all_runs, options, recomputing_lines(plain["strategy"]["activation_checkpointing"], options.contenders))
     failed = all_runs[0].errors
     if failed:
         raise AutoParallelError(f"this strategy failed in {len(failed)} of {options.rounds} round(s): {failed[0]}")
@@ -79,13 +79,31 @@ def _progress(turn: int, options: BenchOptions, contender: Contender, result: st
     print(f"round {turn}/{options.rounds}: {contender.name}: {result}{load}", file=sys.stderr, flush=True)
 
 
-def show(all_runs: Sequence[Runs], options: BenchOptions) -> None:
+def recomputing_lines(policy: Any, contenders: Sequence[Contender]) -> list[str]:
+    """A line where this strategy computes more than Lightning's, which keep all that the backward needs."""
+    if policy in ("none", "auto") or all(contender.kind == OURS for contender in contenders):
+        return []
+    return [
+        f"this strategy computes activations again in the backward (activation_checkpointing: {policy}), Lightning's",
+        "keep them: with --strategy.activation_checkpointing none all compute the same",
+    ]
+
+
+def show(all_runs: Sequence[Runs], options: BenchOptions, said: Sequence[str] = ()) -> None:
     """Print the table, whose first row is this strategy, and write the figures where asked."""
     facts, found = machine(options, all_runs), problems(all_runs, all_runs[0])
     print(*title(facts), "", sep="\n", flush=True)
     print_table(comparison(all_runs, all_runs[0]))
-    said = (*predicted_lines(all_runs), *same_graph_lines(all_runs))
-    print("", *said, *NOTES, *(f"problem: {line}" for line in found), sep="\n", flush=True)
+    print(
+        "",
+        *predicted_lines(all_runs),
+        *same_graph_lines(all_runs),
+        *said,
+        *NOTES,
+        *(f"problem: {line}" for line in found),
+        sep="\n",
+        flush=True,
+    )
     if options.output is not None:
         figures = {"measured_on": facts, "contenders": as_json(all_runs, all_runs[0]), "problems": found}
         ArtifactWriter(Path(options.output).parent).text(Path(options.output).name, to_json(figures))

@@ -19,7 +19,8 @@ COLUMNS = ("step ms", "min..max", "x ours", "launches", "x ours", "peak memory",
 NOTES = (
     "All measured: medians over rounds. x ours: contender / ours, so above 1 ours needs less. start-up: from the begin",
     "of the fit to the end of the first step, compiling included. launches: collectives that rank 0 starts per batch,",
-    "on all process groups; one of them is Lightning's own. losses: largest relative difference to ours at first.",
+    "on all process groups; one of them is a few bytes: whether ranks agree (ours), or whether the job is to end",
+    "(Lightning's). losses: largest relative difference to ours at first.",
     "Left out of every run: loggers, callbacks, profiler, checkpoints, validation.",
 )
 

@@ -78,6 +78,14 @@ def test_contenders_take_turns():
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "against", "lines"),
+    [("selective", "ddp", 2), ("selective", "", 0), ("none", "ddp", 0), ("auto", "ddp", 0)],
+)
+def test_it_is_said_that_only_this_strategy_recomputes(policy, against, lines):
+    assert len(command.recomputing_lines(policy, [ours(), *parse_against(against)])) == lines
+
+
 def test_every_baseline_can_be_named():
     assert [contender.kind for contender in parse_against(",".join(baselines()))] == ["ddp", "fsdp2"] * 2
 

@@ -1,0 +1,211 @@
+"""Steps that run while ranks agree on them: one message each, and nothing comes of a step on which they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_autoparallel.pipeline.agreement import ControlGroup
+from tests.distributed.jobs import (
+    MESH,
+    Net,
+    assert_equals_one_device,
+    failure,
+    make_strategy,
+    make_trainer,
+    train,
+)
+from tests.distributed.test_agreement import KINDS, RANKS
+from tests.support.worlds import Worlds
+
+SECONDS = 120  # a group's timeout is far longer
+
+
+def answers_ahead(kind: str) -> tuple[list[Any], int]:
+    """What a rank is told that begins three times, the second time with rank 2 elsewhere; how often it has joined."""
+    control, joined = KINDS[kind](timedelta(seconds=60)), []
+    control.join = lambda: joined.append(dist.barrier() or dist.get_rank())
+    told: list[Any] = [control.begin("same")()]
+    if dist.get_rank() == 2:
+        told.append(control.agrees("elsewhere"))
+    else:
+        answer = control.begin("same")
+        dist.barrier()  # a collective of the step
+        told.append(answer())
+    told += [control.begin(f"rank {dist.get_rank()}")(), control.agrees("same"), control.any([dist.get_rank() == 1])]
+    return told, len(joined)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_elsewhere_joins_those_that_run_ahead(kind: str, worlds: Worlds) -> None:
+    for rank, (told, joined) in enumerate(worlds(RANKS).run(answers_ahead, kind, timeout_s=SECONDS)):
+        assert (told, joined) == ([True, False, False, True, [True]], int(rank == 2))
+
+
+class Sharded(Net):
+    """Its forward gathers parameters."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+
+def messages_of_steps(kind: type[Net]) -> list[str]:
+    """What is sent of each training, in order: what waits for its answer, and what does not."""
+    sent: list[str] = []
+    most, begin = ControlGroup._most, ControlGroup.begin
+
+    def waits(self: ControlGroup, *args: Any, **kwargs: Any) -> Any:
+        sent.append("waits")
+        return most(self, *args, **kwargs)
+
+    def begins(self: ControlGroup, text: str) -> Any:
+        sent.append("begins")
+        return begin(self, text)
+
+    class Told(kind):  # type: ignore[valid-type,misc]
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            sent.append(f"end of {batch_idx}")
+
+    with mock.patch.object(ControlGroup, "_most", waits), mock.patch.object(ControlGroup, "begin", begins):
+        train(Told, MESH)
+    return sent[sent.index("end of 0") + 1 : sent.index("end of 3") + 1]
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_step_sends_one_message_and_waits_for_none(plan: str, worlds: Worlds) -> None:
+    kind = {"ddp": Net, "fsdp": Sharded}[plan]
+    expected = [entry for i in (1, 2, 3) for entry in ("begins", f"end of {i}")]
+    assert worlds(2).run(messages_of_steps, kind, timeout_s=SECONDS) == [expected] * 2
+
+
+class UnevenThird(Sharded):
+    """Rank 1 has a row less in the third batch."""
+
+    def loader(self, rank, shards):
+        own = list(super().loader(rank, shards))
+        if rank == 1:
+            own[2] = tuple(leaf[:-1] for leaf in own[2])
+        return DataLoader(own, batch_size=None)
+
+
+class UnevenThirdCompiled(UnevenThird):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "compile": True}
+
+
+class MeansOfRanks(Net):
+    """The same on one device, as DDP would have it: the mean of what ranks have for a loss."""
+
+    def loader(self, rank, shards):
+        parts = [[(x.chunk(2)[i], y.chunk(2)[i]) for i in range(2)] for x, y in self.batches()]
+        parts[2][1] = tuple(leaf[:-1] for leaf in parts[2][1])
+        return DataLoader(parts, batch_size=None)
+
+    def loss(self, batch):
+        return torch.stack([F.cross_entropy(self.net(x), y) for x, y in batch]).mean()
+
+
+@pytest.mark.parametrize("kind", [UnevenThird, UnevenThirdCompiled])
+def test_nothing_comes_of_a_step_on_which_ranks_differ(kind: type[Net], worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, kind, MESH, timeout_s=SECONDS)
+    assert outcomes[0].said("runs in forward mode: rank") + outcomes[0].said("ranks hold different batches") >= 1
+    expected = train(MeansOfRanks, None)
+    for outcome in outcomes:
+        assert len(outcome.losses) == 4
+        torch.testing.assert_close(outcome.parameters, expected.parameters, rtol=1e-5, atol=1e-6)
+
+
+class Whole(Net):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "capture": "step"}
+
+
+class SkipsThird(Whole):
+    """A hook of rank 1 alone skips the third batch, which ends its epoch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 and self.global_rank == 1 else None
+
+
+class ScalesThird(Whole):
+    """Rank 1 alone changes a buffer that the step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch):
+        return super().loss(batch) * self.scale
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 1:
+            self.scale.mul_(2)
+
+
+class Ahead(Net):
+    """Logs, and normalises over all rows: what a step leaves behind beside gradients."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 3))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def extra(self) -> Any:
+        return {name: buffer.clone() for name, buffer in self.named_buffers()}
+
+
+def test_what_steps_leave_behind_is_that_of_one_device(worlds: Worlds) -> None:
+    outcomes, expected = worlds(2).run(train, Ahead, MESH, timeout_s=SECONDS), train(Ahead, None)
+    assert_equals_one_device(outcomes, expected)
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome.extra, expected.extra, rtol=1e-5, atol=1e-6)
+
+
+def end_after_signals(ranks: tuple[int, ...]) -> tuple[str, int]:
+    """How a training ends of which these ranks are told to end behind the second batch; how many batches it had."""
+
+    class Told(Sharded):
+        seen = 0
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            Told.seen += 1
+            if batch_idx == 1 and self.global_rank in ranks:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    module = Told()
+    module.train_dataloader = lambda: module.loader(module.global_rank, 2)
+    trainer = make_trainer(make_strategy(MESH, Sharded.strategy), 2, max_epochs=3)
+    try:
+        trainer.fit(module)
+    except BaseException as error:
+        return type(error).__name__, Told.seen
+    return "trained on", Told.seen
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_all_end_behind_the_batch_that_tells_them(ranks: tuple[int, ...], worlds: Worlds) -> None:
+    assert worlds(2).run(end_after_signals, ranks, timeout_s=SECONDS) == [("SIGTERMException", 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(SkipsThird, "come to different places"), (ScalesThird, "buffer scale, which the step reads, was changed")],
+)
+def test_differences_of_a_step_that_ran_ahead_are_said(kind: type[Net], said: str, worlds: Worlds) -> None:
+    for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
+        assert said in text
+        assert seconds < SECONDS
