@@ -45,7 +45,8 @@ def run_bench(parser: LightningArgumentParser, config: Any) -> None:
         parser.error(str(error))
     with ended_by_signals():
         all_runs = measure_all(plain_config(plain), options)
-    show(all_runs, options, recomputing_lines(plain["strategy"]["activation_checkpointing"], options.contenders))
+    policy = plain["strategy"].get("activation_checkpointing", "none")
+    show(all_runs, options, recomputing_lines(policy, options.contenders))
     failed = all_runs[0].errors
     if failed:
         raise AutoParallelError(f"this strategy failed in {len(failed)} of {options.rounds} round(s): {failed[0]}")
