@@ -366,7 +366,9 @@ def _remedy(mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int,
         return "give every rank the same kind of batch"
     pairs = ((path, dim, size, theirs[path][dim]) for path, shape in mine.items() for dim, size in enumerate(shape))
     differing = [item for item in pairs if item[2] != item[3]]
-    if not differing or any(dim == 0 for _, dim, _, _ in differing):
+    if not differing:  # but in dtypes
+        return "give every rank the same kind of batch"
+    if any(dim == 0 for _, dim, _, _ in differing):
         return "give every rank the same number of rows (drop_last=True)"
     path, dim, size, other = differing[0]
     return (

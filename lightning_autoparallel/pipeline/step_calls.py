@@ -26,6 +26,7 @@ from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CompiledStep
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.torch_compat.default_world import is_lost_connection
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -164,12 +165,14 @@ def static_leaves(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def errors_of_the_step() -> Iterator[None]:
-    """What is raised inside and is not ours is what the step itself has raised."""
+    """What is raised inside and is not ours is what the step itself has raised, unless a rank is gone."""
     try:
         yield
     except AutoParallelError:
         raise
     except Exception as error:
+        if is_lost_connection(error):
+            raise
         raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
 

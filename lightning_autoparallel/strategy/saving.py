@@ -153,14 +153,16 @@ class SavingStrategy(WorldStrategy):
             return
         assert self.lightning_module is not None
         place, trainer = "saves a checkpoint", self.lightning_module.trainer
+        together: bool | None
         try:
-            together = self._control.meet_soon(place) if trainer.interrupted else self._control.agrees(place)
+            if not trainer.interrupted:
+                together = self._control.meet(place, f"rank {self.global_rank} {place}, and waits for all others to")
+            elif (together := self._control.meet_soon(place)) is False:
+                self._control.gather(place)  # for the others to read
         except RuntimeError as error:  # the others have ended
             raise CheckpointError("no checkpoint is saved: the other ranks have stopped") from error
         if together:
             return
-        if together is not None:
-            self._control.gather(place)  # for the others to read
         raise CheckpointError(
             f"no checkpoint is saved: rank {self.global_rank} saves, and other ranks do something else: parameters "
             "lie in shards, so that every rank must save (not only where is_global_zero is True, or one has an error)"
