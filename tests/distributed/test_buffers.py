@@ -79,7 +79,8 @@ class Normalized(Centered):
 
 def train_counting() -> tuple[Outcome, list[str], int]:
     """What came out, what was digested of buffers, and how often ranks compared what they are about to do."""
-    read, compare, messages = [], ControlGroup._compare, []
+    read, messages = [], []
+    compare, begin = ControlGroup._compare, ControlGroup.begin
 
     def digest(tensor: torch.Tensor) -> str:
         read.append(str(tuple(tensor.shape)))
@@ -89,8 +90,16 @@ def train_counting() -> tuple[Outcome, list[str], int]:
         messages.append(args[1])
         return compare(*args)
 
+    def count_begun(control: ControlGroup, text: str) -> Any:
+        messages.append(text)
+        return begin(control, text)
+
     original = buffers.digest
-    with mock.patch.object(buffers, "digest", digest), mock.patch.object(ControlGroup, "_compare", count):
+    with (
+        mock.patch.object(buffers, "digest", digest),
+        mock.patch.object(ControlGroup, "_compare", count),
+        mock.patch.object(ControlGroup, "begin", count_begun),
+    ):
         outcome = train(Normalized, MESH)
     return outcome, read, sum("StepIdentity" in str(message) for message in messages)
 
