@@ -86,7 +86,7 @@ def begin_agreement(
         buffers=taken.buffers if taken is not None else {},
         written="" if context.control.alone else context.own_writes.text(),
     )
-    differences = compare_step(context.control, mine, ahead)
+    differences = compare_step(context.control, mine, ahead, call.training)
 
     def answered() -> None:
         context.own_writes.tell(differences(), call.name, context.warn, context.control.gather)

@@ -73,7 +73,7 @@ class ControlGroup:
         self.shards = tuple(shards)
         self.join: Callable[[], None] = _nothing  # runs what other ranks run ahead of an answer
         self.carried: Carried | None = None  # for the next step's message
-        self.has_agreed = False  # on some step
+        self.has_trained = False  # a training step was compared since ranks met before a batch
         # A fake world has one process, which agrees with itself.
         self._alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
         with one_gloo_thread():

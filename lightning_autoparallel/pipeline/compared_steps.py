@@ -18,11 +18,11 @@ class StepPlace:
 
     @property
     def name(self) -> str:
-        """The step's, as errors name the place."""
-        return self.step.name
+        """As errors name the place."""
+        return getattr(self.carried, "name", self.step.name)
 
 
-def compare_step(control: ControlGroup, mine: StepIdentity, ahead: bool) -> Callable[[], list[str]]:
+def compare_step(control: ControlGroup, mine: StepIdentity, ahead: bool, training: bool) -> Callable[[], list[str]]:
     """Compare what ranks are about to run, or run already, ``ahead`` of the answer.
 
     What it returns waits for that, and gives what they have written different values into, where they differ in nothing
@@ -41,13 +41,13 @@ def compare_step(control: ControlGroup, mine: StepIdentity, ahead: bool) -> Call
         if agreed and carried is not None:
             carried.told([carried.value])
         found = [] if agreed else _found(control.gather(StepPlace(mine, carried and carried.value)))
-        control.has_agreed = True
+        control.has_trained = control.has_trained or training
         return found
 
     def _found(places: list[Any]) -> list[str]:
-        if not all(isinstance(place, StepPlace) for place in places):
+        if any(not isinstance(place, StepPlace) or (place.carried is None) != (carried is None) for place in places):
             raise other_place(places)
-        if carried is not None and all(place.carried is not None for place in places):
+        if carried is not None:
             carried.told([place.carried for place in places])
         steps = [place.step for place in places]
         return differences_of_step(steps) if any(step != steps[0] for step in steps) else []

@@ -188,6 +188,7 @@ class StepEngine:
         for hook in self._hooks:
             hook.remove()
         self._copies, self._hooks, self._checked = [], [], None
+        self._ahead.forget()
         self.deferred.forget()
         self._rebind_held()
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import CompiledStep, PassedOn
-from lightning_autoparallel.errors import AutoParallelError
 from lightning_autoparallel.pipeline.agreed_calls import Agreement
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
@@ -86,7 +85,7 @@ class ReadyStep:
                 answered()
                 raise
             answered()
-        except AutoParallelError:
+        except BaseException:
             self.engine.draws.count = drawn
             raise
 

@@ -7,6 +7,7 @@ those who are elsewhere run it, too, once they find that they differ, on nothing
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class StepsAhead:
         self._last: Any = None
 
     def may(self, key: Any) -> bool:
-        """Whether the step of this ``key`` is the last one, and there are others to agree with."""
+        """Whether the step of this ``key`` is the last one, others can join it, and there are others."""
         return not self._engine.context.control.alone and self._last == key
 
     def begin(self, *step: Any) -> Agreement:
@@ -47,15 +48,38 @@ class StepsAhead:
 
     def agreed(self, key: Any, variant: Variant) -> None:
         """All ranks are about to run this one."""
-        engine = self._engine
-        engine.buffers.agree()
-        parameters = engine.modes.parameters if engine.modes is not None else ()
-        engine.context.control.join = partial(join_step, variant, parameters, engine.device)
-        self._last = key
+        self._engine.buffers.agree()
+        self.forget()
+        if can_be_joined(variant):
+            self._last, self._engine.context.control.join = key, partial(self._join, variant)
 
     def forget(self) -> None:
-        """Nothing is captured any more."""
-        self._last = None
+        """Nothing is captured any more, or lies where it lay."""
+        self._last, self._engine.context.control.join = None, _nothing
+
+    def _join(self, variant: Variant) -> None:
+        modes = self._engine.modes
+        join_step(variant, modes.parameters if modes is not None else (), self._engine.device)
+
+
+def _nothing() -> None:
+    pass
+
+
+# Operators that look at values, which zeros are not: of a matrix that has no inverse, of what is no distribution.
+_CHECKS = re.compile(
+    "aten::_?(assert|binary_cross|binomial|cholesky|ctc_loss|cudnn_ctc|dirichlet|eig|embedding_bag|functional_assert|geqrf"
+    "|histc|inverse|ldl_|linalg|lstsq|lu_|matrix_exp|multi_margin|multilabel|multinomial|orgqr|ormqr|poisson|qr|sample_d"
+    "|segment|solve|standard_gamma|svd|symeig|triangular_solve|unique|use_cudnn_ctc)"
+)
+_KNOWN = ("aten::", "prims::", "_c10d_functional::", "c10d_functional::", "lightning_autoparallel")
+
+
+def can_be_joined(variant: Variant) -> bool:
+    """Whether the forward runs on zeros as on anything: no operator of it is a stranger's, or looks at values."""
+    targets = {node.target for node in variant.step.partitioned.forward.graph.find_nodes(op="call_function")}
+    names = [target.name() for target in targets if isinstance(target, torch._ops.OpOverload)]
+    return not any(_CHECKS.match(name) or not name.startswith(_KNOWN) for name in names)
 
 
 def join_step(variant: Variant, parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -65,17 +89,20 @@ def join_step(variant: Variant, parameters: Sequence[Tensor], device: torch.devi
     """
     step = variant.step
     placeholders = step.partitioned.forward.graph.find_nodes(op="placeholder")
-    expected = [node.meta["val"] for node in placeholders]
     values: list[Tensor] = []
-    for number, like in enumerate(expected):
+    for number, like in enumerate(node.meta["val"] for node in placeholders):
         own = parameters[number] if number < len(parameters) else None
         part = part_of(own) if isinstance(own, DTensor) else own
-        fits = part is not None and part.shape == like.shape and part.dtype == like.dtype
+        fits = part is not None and _described(part) == _described(like)
         values.append(part.detach() if part is not None and fits else _zeros(like, device))
-    kind = device.type
-    with torch.no_grad(), torch.autocast(kind, enabled=False), generators_at("joined", device):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), generators_at("joined", device):
         step.forward(values)
 
 
+def _described(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type
+
+
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()
+    place = device if like.device.type == device.type else like.device
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=place).zero_()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.lightning_compat import SIGTERMException, Trainer, rank_zero_warn, signals_of
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.pipeline.agreement import Carried, first_difference, other_place
+from lightning_autoparallel.strategy.seen_by_hooks import has_hooks_before
 
 NEXT_BATCH = "the next batch of the training"
 _ENDS = f"{NEXT_BATCH}, and told to end"
@@ -59,23 +60,29 @@ class _Meeting:
             OtherRankError: ranks are in different places.
             SIGTERMException: on all ranks, where one was told to end.
         """
-        if not self._ends:
-            self._ask()
-        if self._ends:
-            signals_of(self._trainer).received_sigterm = True
-            raise SIGTERMException()
+        self._ask()
+        self._end()
 
     def _ask(self) -> None:
         rules = _rules(self._trainer.optimizers) if self._compares else {}
         place = _Place(_ENDS if self._is_told else NEXT_BATCH, rules)
-        if self._control.carried is not None:  # no step has come since: there is none, or no rank captures it
-            self._control.carried, self._control.has_agreed = None, False
-        if self._control.has_agreed:
-            self._control.carried = Carried(repr(place), place, self._heard)
+        # Only where the last batch's step had a message, as this one's will: nothing is known of others in between.
+        has_trained, self._control.has_trained, self._control.carried = self._control.has_trained, False, None
+        if has_trained and not has_hooks_before(self._trainer):
+            self._control.carried = Carried(repr(place), place, self._heard_in_step)
         elif not self._control.agrees(repr(place)):
             self._heard(self._control.gather(place))
         else:
             self._ends = self._is_told
+
+    def _end(self) -> None:
+        if self._ends:
+            signals_of(self._trainer).received_sigterm = True
+            raise SIGTERMException()
+
+    def _heard_in_step(self, places: list[Any]) -> None:
+        self._heard(places)
+        self._end()
 
     def _heard(self, places: list[Any]) -> None:
         if not all(isinstance(other, _Place) for other in places):

@@ -7,6 +7,7 @@ from typing import Any
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, is_of_lightning
 
 _OURS = "lightning_autoparallel."
+_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start")
 
 
 def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
@@ -14,6 +15,17 @@ def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
     every: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks = [each for each in every if _is_users(type(each).__module__)]
     return _overrides(module, LightningModule) or any(_overrides(each, Callback) for each in callbacks)
+
+
+def has_hooks_before(trainer: Trainer) -> bool:
+    """Whether code of the user, which may talk to other ranks, runs before a training batch's step."""
+    data: Any = getattr(trainer, "datamodule", None)
+    return any(
+        _is_users(getattr(hook, "__module__", None) or "")
+        for each in (trainer.lightning_module, data, *trainer.callbacks)  # type: ignore[attr-defined]
+        for hook in (getattr(each, name, None) for name in _BEFORE)
+        if hook is not None
+    )
 
 
 def _is_users(module: str) -> bool:

@@ -134,6 +134,7 @@ class LightningSteps:
             except (*NOT_CAPTURED, RanksDifferError) as error:
                 self._climb_down(name, error)
         if name == "training_step":
+            self.launches.start()  # without those of a forward that came to nothing
             unfound = begin_step(self._engine, self._trainer.global_step, self._patience)
             if unfound is not None:
                 self._notice(unfound)
@@ -257,6 +258,7 @@ class LightningSteps:
                 error.args = (reason,)
             raise error
         self.modes[name] = "forward"
+        self._engine.context.control.has_trained = False  # as one captured step
         as_if_plainly_logged(self._trainer, self._logged_as, self._scopes.shards)
         for effects in self._replayed.pop(name, {}).values():
             self._scopes.leave_whole(effects.metrics())

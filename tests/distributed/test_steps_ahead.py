@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -20,6 +22,7 @@ from lightning_autoparallel.pipeline.agreement import ControlGroup
 from tests.distributed.jobs import (
     MESH,
     Net,
+    Validated,
     assert_equals_one_device,
     failure,
     make_strategy,
@@ -197,15 +200,124 @@ def end_after_signals(ranks: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
-def test_all_end_behind_the_batch_that_tells_them(ranks: tuple[int, ...], worlds: Worlds) -> None:
-    assert worlds(2).run(end_after_signals, ranks, timeout_s=SECONDS) == [("SIGTERMException", 3)] * 2
+def test_all_end_in_the_batch_that_tells_them(ranks: tuple[int, ...], worlds: Worlds) -> None:
+    assert worlds(2).run(end_after_signals, ranks, timeout_s=SECONDS) == [("SIGTERMException", 2)] * 2
+
+
+class RepeatsAlone(Whole):
+    """Its optimizer asks for one more gradient, of another batch on each rank: equal steps, at different places."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx == 1 + self.global_rank:
+            optimizer_closure()
+        optimizer.step(closure=optimizer_closure)
+
+
+class StopsAloneBeforeHooks(Sharded):
+    """What the user's hook sends in front of a step comes after ranks have met."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.all_gather(torch.tensor(1.0))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+class StopsAloneInForwardMode(Validated):
+    """Validations are captured whole, and training steps are not."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+    trainer_options: ClassVar[Mapping[str, Any]] = {"num_sanity_val_steps": 1}
+    at = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3))
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == self.at and self.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+class StopsAloneLater(StopsAloneInForwardMode):
+    at = 2
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(SkipsThird, "come to different places"), (ScalesThird, "buffer scale, which the step reads, was changed")],
+    [
+        (SkipsThird, "come to different places"),
+        (ScalesThird, "buffer scale, which the step reads, was changed"),
+        (RepeatsAlone, "come to different places"),
+        (StopsAloneBeforeHooks, "come to different places"),
+        (StopsAloneInForwardMode, "come to different places"),
+        (StopsAloneLater, "come to different places"),
+    ],
 )
 def test_differences_of_a_step_that_ran_ahead_are_said(kind: type[Net], said: str, worlds: Worlds) -> None:
     for text, seconds in worlds(2).run(failure, kind, timeout_s=SECONDS):
         assert said in text
         assert seconds < SECONDS
+
+
+class Drawn(UnevenThird):
+    """An operator that zeros are nothing to: such a step does not run ahead."""
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(x + 0 * torch.multinomial(x.abs(), 1)), y)
+
+
+def test_a_step_that_cannot_run_on_zeros_does_not_run_ahead(worlds: Worlds) -> None:
+    for outcome in worlds(2).run(train, Drawn, MESH, timeout_s=SECONDS):
+        assert len(outcome.losses) == 4
+
+
+class Counted(UnevenThird):
+    """Keeps what the third step launched."""
+
+    launched: Mapping[str, int] | None = None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            self.launched = dict(self.trainer.strategy.measured_launches)
+
+    def extra(self) -> Any:
+        return self.launched
+
+
+def test_a_forward_that_came_to_nothing_is_not_counted(worlds: Worlds) -> None:
+    ahead, joined = worlds(2).run(train, Counted, MESH, timeout_s=SECONDS)
+    assert ahead.extra == joined.extra
+
+
+def shards_of_the_fit_before() -> list[int]:
+    """How many parameters of a first fit are there at each batch of a second one."""
+    module, strategy = Sharded(), make_strategy(MESH, Sharded.strategy)
+    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, 2)
+    trainer = make_trainer(strategy, 2)
+    before: list[weakref.ref[nn.Parameter]] = []
+    module.on_train_end = lambda: before.extend(map(weakref.ref, module.parameters()))
+    trainer.fit(module)
+    first, alive = list(before), []
+
+    def look(outputs: Any, batch: Any, batch_idx: int) -> None:
+        gc.collect()
+        alive.append(sum(parameter() is not None for parameter in first))
+
+    module.on_train_batch_end = look
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    return alive
+
+
+def test_a_second_fit_holds_nothing_of_the_first(worlds: Worlds) -> None:
+    assert worlds(2).run(shards_of_the_fit_before, timeout_s=SECONDS) == [[0, 0, 0, 0]] * 2
