@@ -77,7 +77,8 @@ _KNOWN = ("aten::", "prims::", "_c10d_functional::", "c10d_functional::", "light
 
 def can_be_joined(variant: Variant) -> bool:
     """Whether the forward runs on zeros as on anything: no operator of it is a stranger's, or looks at values."""
-    targets = {node.target for node in variant.step.partitioned.forward.graph.find_nodes(op="call_function")}
+    graph = variant.step.partitioned.forward.graph
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
     names = [target.name() for target in targets if isinstance(target, torch._ops.OpOverload)]
     return not any(_CHECKS.match(name) or not name.startswith(_KNOWN) for name in names)
 

@@ -35,6 +35,7 @@ from lightning_autoparallel.lightning_compat import (
 from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.mesh import ParallelMesh, build_mesh
 from lightning_autoparallel.pipeline import ControlGroup
+from lightning_autoparallel.pipeline.agreement import other_place
 from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
 from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
 from lightning_autoparallel.strategy.launch import check_launch
@@ -213,6 +214,9 @@ class WorldStrategy(ParallelStrategy):
         if self._control.agrees(repr(batches)):
             return
         everyone = self._control.gather(list(batches))
+        if not all(isinstance(theirs, list) for theirs in everyone):
+            places = [f"the start of {kind} batches" if isinstance(theirs, list) else theirs for theirs in everyone]
+            raise other_place(places)
         rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         raise ConfigError(
             f"ranks have other numbers of {kind} batches: rank 0 {everyone[0]}, rank {rank} {everyone[rank]}, by "
