@@ -250,9 +250,8 @@ class StepEngine:
         ahead: list[Callable[[], Agreement]] = []
         variant = self._variant(call, layout, leaves, rebuild, counters, ahead=ahead)
         self.context.found.note(call, variant.step.captured)
-        begin = ahead[0] if ahead else None
-        of_batch = partial(ReadyStep, layout=layout, leaves=leaves, rebuild=rebuild, counters=counters)
-        return of_batch(engine=self, call=call, variant=variant, begin=begin)
+        ready = partial(ReadyStep, layout=layout, leaves=leaves, rebuild=rebuild, counters=counters)
+        return ready(engine=self, call=call, variant=variant, begin=ahead[0] if ahead else None)
 
     def _described(self, call: StepCall, batch: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[StepCall, BatchLayout]:
         if not call.local:
