@@ -72,6 +72,7 @@ class ControlGroup:
     def __init__(self, timeout: timedelta, shards: Sequence[int] = ()) -> None:
         self.shards = tuple(shards)
         self.join: Callable[[], None] = _nothing  # runs what other ranks run ahead of an answer
+        self._begun: Callable[[], bool] | None = None
         self.carried: Carried | None = None  # for the next step's message
         self.has_trained = False  # a training step was compared since ranks met before a batch
         # A fake world has one process, which agrees with itself.
@@ -128,7 +129,13 @@ class ControlGroup:
             return lambda: True
         assert self._group is not None
         answer = begun(self._numbers(text, ahead=True), self._group, self.ring_up_to)
-        return lambda: _alike(answer())[0]
+
+        def wait() -> bool:
+            self._begun = None
+            return _alike(answer())[0]
+
+        self._begun = wait
+        return wait
 
     def _compare(self, text: str, timeout: timedelta | None, late: Callable[[], None] | None = None) -> bool | None:
         """Whether every rank gave the same text; None if some took longer than ``timeout``."""
@@ -159,6 +166,8 @@ class ControlGroup:
         self, mine: Tensor, timeout: timedelta | None = None, late: Callable[[], None] | None = None
     ) -> Tensor | None:
         assert self._group is not None
+        if self._begun is not None:  # a signal came before the answer
+            self._begun()
         return most_of_all(mine, self._group, timeout, None if late is None else (PATIENCE, late), self.ring_up_to)
 
     def gather(self, value: Any) -> list[Any]:

@@ -116,7 +116,7 @@ class StepEngine:
 
     def __post_init__(self) -> None:
         self.deferred = DeferredGradients(self.module, self.context, self.device, self.reports)
-        self._ahead = StepsAhead(self)
+        self.ahead = StepsAhead(self)
 
     @property
     def constants(self) -> list[Tensor]:
@@ -188,7 +188,7 @@ class StepEngine:
         for hook in self._hooks:
             hook.remove()
         self._copies, self._hooks, self._checked = [], [], None
-        self._ahead.forget()
+        self.ahead.forget()
         self.deferred.forget()
         self._rebind_held()
 
@@ -197,7 +197,7 @@ class StepEngine:
         for known in (self.layouts, self._variants, self._captures, self._structures, self._numbers):
             known.clear()  # type: ignore[attr-defined]
         self.modes = self._checked = None
-        self._ahead.forget()
+        self.ahead.forget()
 
     def prepare(self, call: StepCall, batch: Any, counters: Mapping[str, int]) -> PlanReport:
         """Capture ``call`` for batches like this local one, without running it."""
@@ -279,9 +279,9 @@ class StepEngine:
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
-        if ahead is not None and index < len(known) and self._ahead.may((key, index)):
+        if ahead is not None and index < len(known) and self.ahead.may((key, index)):
             taken = self._taken(call, known[index], found)
-            ahead.append(partial(self._ahead.begin, call, layout, leaves, index, state, taken))
+            ahead.append(partial(self.ahead.begin, call, layout, leaves, index, state, taken))
             return known[index]
         agree = partial(check_agreement, self.context, call, layout, leaves, index, state)
         agree(self._taken(call, known[index], found) if index < len(known) else None)
@@ -305,7 +305,7 @@ class StepEngine:
             if not call.local:
                 agree(self._taken(call, known[index], found))
         if not call.local:
-            self._ahead.agreed((key, index), known[index])
+            self.ahead.agreed((key, index))
         return known[index]
 
     def _taken(self, call: StepCall, variant: Variant, found: Mapping[str, Any]) -> Taken | None:

@@ -51,12 +51,14 @@ class ReadyStep:
         state = self.variant.state
         numbers, found = state.values({**self.counters, **static_leaves(self.leaves)}), state.writes.prepare()
         parameters, buffers = self._state()
-        inputs = [*parameters, *buffers.values(), *self._given(numbers)]
+        given = self._given(numbers)
+        inputs = [*parameters, *buffers.values(), *given]
         with self._agreeing(), self.engine.seeded(self.variant.step, self.call.local), around():
             step, layouts = self.variant.at_this_step(), self.variant.layouts
             results = run_step(step, inputs, layouts, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         if not self.call.local:
+            self.engine.ahead.ran(self.variant, given)
             self.engine.buffers.write(buffers, self.variant.written_buffers)
         logged = len(effects) - len(state.writes.tensors)
         state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)

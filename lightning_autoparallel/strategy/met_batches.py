@@ -43,6 +43,7 @@ class _Meeting:
         self._is_told = False
         self._compares = True  # until optimizers were found to differ
         self._ends = False  # all ranks know that one was told
+        self._may_carry: bool | None = None  # on all ranks
 
     def told(self, signum: Any, frame: Any) -> None:
         """A SIGTERM has come: while ranks train they end together, at their next batch; nothing is sent here."""
@@ -68,12 +69,15 @@ class _Meeting:
         place = _Place(_ENDS if self._is_told else NEXT_BATCH, rules)
         # Only where the last batch's step had a message, as this one's will: nothing is known of others in between.
         has_trained, self._control.has_trained, self._control.carried = self._control.has_trained, False, None
-        if has_trained and not has_hooks_before(self._trainer):
+        if has_trained and self._may_carry:
             self._control.carried = Carried(repr(place), place, self._heard_in_step)
-        elif not self._control.agrees(repr(place)):
+            return
+        if not self._control.agrees(repr(place)):
             self._heard(self._control.gather(place))
         else:
             self._ends = self._is_told
+        if self._may_carry is None:  # all ranks are here, and may have other callbacks
+            self._may_carry = not self._control.any([has_hooks_before(self._trainer)])[0]
 
     def _end(self) -> None:
         if self._ends:
@@ -118,6 +122,7 @@ def _rules(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 def met_before_batches(trainer: Trainer, control: ControlGroup) -> Iterator[None]:
     """While open, ranks agree before each training batch, and all end where one was told to by a signal."""
     meeting, loop, signals = _Meeting(trainer, control), trainer.fit_loop.epoch_loop, signals_of(trainer)
+    control.carried, control.has_trained = None, False
     with contextlib.ExitStack() as stack:
         if not control.alone and hasattr(loop, _BROADCAST) and hasattr(signals, _HANDLER):
             stack.enter_context(mock.patch.object(loop, _BROADCAST, meeting.meet))

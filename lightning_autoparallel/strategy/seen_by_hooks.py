@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, is_of_lightning
+from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 _OURS = "lightning_autoparallel."
-_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start")
+_BEFORE = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
+    "optimizer_step",
+)
 
 
 def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
@@ -18,14 +25,21 @@ def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
 
 
 def has_hooks_before(trainer: Trainer) -> bool:
-    """Whether code of the user, which may talk to other ranks, runs before a training batch's step."""
+    """Whether code of the user, which may talk to other ranks, runs before a training batch's step.
+
+    Or a loader that knows how far it is: a job that is told to end does so before another batch is taken from it.
+    """
     data: Any = getattr(trainer, "datamodule", None)
-    return any(
-        _is_users(getattr(hook, "__module__", None) or "")
-        for each in (trainer.lightning_module, data, *trainer.callbacks)  # type: ignore[attr-defined]
-        for hook in (getattr(each, name, None) for name in _BEFORE)
-        if hook is not None
-    )
+    holders: list[Any] = [trainer.lightning_module, data, *trainer.callbacks]  # type: ignore[attr-defined]
+    hooks = [hook for each in holders for name in _BEFORE if (hook := getattr(each, name, None)) is not None]
+    steps = [type(optimizer).step for optimizer in trainer.optimizers]
+    loaders = tree_leaves(trainer.train_dataloader)
+    return any(hasattr(loader, "state_dict") for loader in loaders) or any(map(_is_users_code, [*hooks, *steps]))
+
+
+def _is_users_code(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    return _is_users(module) and not module.startswith("torch.")
 
 
 def _is_users(module: str) -> bool:

@@ -138,6 +138,7 @@ class LightningSteps:
             unfound = begin_step(self._engine, self._trainer.global_step, self._patience)
             if unfound is not None:
                 self._notice(unfound)
+        self._engine.context.control.has_trained = False  # the next batch is met before, as buffers are sent then
         with around():
             output = self.forward.run(name, args, self._counters(args), rows)
             return without_spare(output, args[0], rows)
@@ -258,7 +259,6 @@ class LightningSteps:
                 error.args = (reason,)
             raise error
         self.modes[name] = "forward"
-        self._engine.context.control.has_trained = False  # as one captured step
         as_if_plainly_logged(self._trainer, self._logged_as, self._scopes.shards)
         for effects in self._replayed.pop(name, {}).values():
             self._scopes.leave_whole(effects.metrics())

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -251,9 +252,41 @@ class StopsAloneLater(StopsAloneInForwardMode):
     at = 2
 
 
+class StopsBehindForwardMode(Validated):
+    """Rank 0 alone stops behind a validation in forward mode, for which buffers are sent."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+    epochs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3))
+
+    def validation_step(self, batch, batch_idx):
+        assert float(self.loss(batch)) < 1e9
+
+    def on_validation_end(self):
+        if self.global_rank == 0 and self.current_epoch == 1:
+            self.trainer.should_stop = True
+
+
+class StopsBeforeOwnOptimizer(Sharded):
+    """What sends in front of the closure comes after ranks have met, too."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.all_gather(torch.tensor(1.0))
+        optimizer.step(closure=optimizer_closure)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.trainer.should_stop = True
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (StopsBehindForwardMode, "come to different places"),
+        (StopsBeforeOwnOptimizer, "come to different places"),
         (SkipsThird, "come to different places"),
         (ScalesThird, "buffer scale, which the step reads, was changed"),
         (RepeatsAlone, "come to different places"),
@@ -268,16 +301,36 @@ def test_differences_of_a_step_that_ran_ahead_are_said(kind: type[Net], said: st
         assert seconds < SECONDS
 
 
-class Drawn(UnevenThird):
-    """An operator that zeros are nothing to: such a step does not run ahead."""
+class Picky(UnevenThird):
+    """Operators that refuse most values: a step is run again, for others, on what it has run on."""
+
+    def batches(self):
+        return [(x, y + 1) for x, y in super().batches()]
 
     def loss(self, batch):
         x, y = batch
-        return F.cross_entropy(self.net(x + 0 * torch.multinomial(x.abs(), 1)), y)
+        return F.cross_entropy(self.net(x + 0 * torch.multinomial(x.abs(), 1)), y - 1)
 
 
-def test_a_step_that_cannot_run_on_zeros_does_not_run_ahead(worlds: Worlds) -> None:
-    for outcome in worlds(2).run(train, Drawn, MESH, timeout_s=SECONDS):
+def test_a_step_that_looks_at_values_can_be_joined(worlds: Worlds) -> None:
+    for outcome in worlds(2).run(train, Picky, MESH, timeout_s=SECONDS):
+        assert len(outcome.losses) == 4
+
+
+class StartsOnRank0(Sharded):
+    """Rank 0 alone has a callback that runs before a step."""
+
+    def callbacks(self):
+        return [Starts()] if dist.get_rank() == 0 else []
+
+
+class Starts(Callback):
+    def on_train_batch_start(self, *args: Any) -> None:
+        pass
+
+
+def test_ranks_may_have_other_callbacks(worlds: Worlds) -> None:
+    for outcome in worlds(2).run(train, StartsOnRank0, MESH, timeout_s=SECONDS):
         assert len(outcome.losses) == 4
 
 
