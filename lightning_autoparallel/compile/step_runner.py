@@ -58,13 +58,31 @@ def run_step(
     return list(_StepFunction.apply(step, layouts, again, backwards, *inputs))  # type: ignore[no-untyped-call]
 
 
+def forward_again(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None]) -> None:
+    """Run the forward alone, for its collectives; there are zeros for what has come to lie otherwise since."""
+    everything = [_part(tensor).detach() for tensor in inputs] + list(step.constants)
+    expected = [node.meta["val"] for node in step.partitioned.forward.graph.find_nodes(op="placeholder")]
+    for i, (tensor, like) in enumerate(zip(everything, expected, strict=True)):
+        layout = layouts[i] if i < len(layouts) else None
+        if layout is not None and tensor.dtype == like.dtype:
+            tensor = everything[i] = layout.padded(tensor)
+        if (tensor.shape, tensor.dtype, tensor.device.type) != (like.shape, like.dtype, like.device.type):
+            everything[i] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+    with torch.no_grad(), _autocast_off(everything):
+        step.forward(everything)
+
+
 def _results(step: CompiledStep) -> int:
     return sum(item.kind != "gradient" for item in step.partitioned.sharded.outputs)
 
 
 def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
-    local = (part_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    local = _part(tensor).detach()
     return layout.padded(local) if layout is not None else local
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return part_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _StepFunction(torch.autograd.Function):

@@ -166,8 +166,8 @@ class ControlGroup:
         self, mine: Tensor, timeout: timedelta | None = None, late: Callable[[], None] | None = None
     ) -> Tensor | None:
         assert self._group is not None
-        if self._begun is not None:  # a signal came before the answer
-            self._begun()
+        if self._begun is not None and not self._begun():
+            raise OtherRankError("ranks differ in a step that this one has left by a signal, before it knew")
         return most_of_all(mine, self._group, timeout, None if late is None else (PATIENCE, late), self.ring_up_to)
 
     def gather(self, value: Any) -> list[Any]:

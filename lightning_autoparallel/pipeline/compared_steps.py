@@ -41,7 +41,7 @@ def compare_step(control: ControlGroup, mine: StepIdentity, ahead: bool, trainin
         if agreed and carried is not None:
             carried.told([carried.value])
         found = [] if agreed else _found(control.gather(StepPlace(mine, carried and carried.value)))
-        control.has_trained = control.has_trained or training
+        control.has_trained = training
         return found
 
     def _found(places: list[Any]) -> list[str]:

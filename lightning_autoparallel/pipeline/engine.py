@@ -328,6 +328,7 @@ class StepEngine:
         """Let go of all that was captured of a step, by whatever dataloader."""
         kept = {key: known for key, known in self._variants.items() if key[0].partition(".")[0] != name}
         self._variants = kept
+        self.ahead.forget()
         self._captures = {key: count for key, count in self._captures.items() if key.partition(".")[0] != name}
 
     def _module_state(self) -> Any:

@@ -58,7 +58,7 @@ class ReadyStep:
             results = run_step(step, inputs, layouts, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         if not self.call.local:
-            self.engine.ahead.ran(self.variant, given)
+            self.engine.ahead.ran(self.variant, inputs, len(given))
             self.engine.buffers.write(buffers, self.variant.written_buffers)
         logged = len(effects) - len(state.writes.tensors)
         state.writes.replay([tensor.detach() for tensor in effects[logged:]], numbers, found, self._tensors)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_autoparallel.compile import run_step
+from lightning_autoparallel.compile import forward_again
 from lightning_autoparallel.pipeline.agreed_calls import Agreement, begin_agreement
 from lightning_autoparallel.pipeline.seeds import generators_at
 from lightning_autoparallel.pipeline.step_calls import Variant
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.engine import StepEngine
 
 # Of a batch that is kept to run the step on again; steps on larger ones take long beside an agreement.
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**22
 
 
 class StepsAhead:
@@ -36,8 +36,8 @@ class StepsAhead:
         self.forget()  # what another engine has left
 
     def may(self, key: Any) -> bool:
-        """Whether the step of this ``key`` is the last one, can be run again for others, and there are any."""
-        return self._is_kept and self._last == key and not self._engine.context.control.alone
+        """Whether the step of this ``key`` is the last one, and can be run again for others."""
+        return self._is_kept and self._last == key
 
     def begin(self, *step: Any) -> Agreement:
         """Ask the other ranks, of what ``begin_agreement`` takes; what it returns waits for their answer."""
@@ -55,25 +55,25 @@ class StepsAhead:
         self.forget()
         self._last = key
 
-    def ran(self, variant: Variant, given: Sequence[Tensor]) -> None:
-        """All ranks have run this step; this one on what was ``given`` beside parameters and buffers."""
-        self._is_kept = sum(tensor.nbytes for tensor in given) <= _MOST_BYTES
-        if self._is_kept:
-            self._engine.context.control.join = partial(self._again, variant, given)
+    def ran(self, variant: Variant, inputs: Sequence[Tensor], given: int) -> None:
+        """All ranks have run this step; this one on ``inputs``, of which the last ``given`` ones are the batch."""
+        control, own = self._engine.context.control, len(inputs) - given
+        batch = inputs[own:]
+        is_strided = all(tensor.layout is torch.strided for tensor in batch)
+        self._is_kept = is_strided and sum(tensor.nbytes for tensor in batch) <= _MOST_BYTES and not control.alone
+        if self._is_kept:  # as copies: a loader may fill the same memory again
+            kept = [*inputs[:own], *(tensor.clone() for tensor in batch)]
+            control.join = partial(self._again, variant, kept)
 
     def forget(self) -> None:
         """Nothing is captured any more, or lies where it lay."""
         self._last = None
         self._is_kept, self._engine.context.control.join = False, _nothing
 
-    def _again(self, variant: Variant, given: Sequence[Tensor]) -> None:
+    def _again(self, variant: Variant, inputs: Sequence[Tensor]) -> None:
         """The forward, for others; on values that it has run on, as it may look at them."""
-        modes = self._engine.modes
-        if modes is None:
-            return
-        inputs = [*modes.parameters, *modes.buffers.values(), *given]
-        with torch.no_grad(), generators_at("again", self._engine.device):
-            run_step(variant.step, inputs, variant.layouts)
+        with generators_at("again", self._engine.device):
+            forward_again(variant.step, inputs, variant.layouts)
 
 
 def _nothing() -> None:

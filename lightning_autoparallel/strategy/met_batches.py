@@ -9,7 +9,7 @@ they have agreed on a step it is the step's own message, for which nobody waits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_autoparallel.lightning_compat import SIGTERMException, Trainer, rank_zero_warn, signals_of
 from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.pipeline.agreement import Carried, first_difference, other_place
-from lightning_autoparallel.strategy.seen_by_hooks import has_hooks_before
+from lightning_autoparallel.strategy.seen_by_hooks import has_code_between_steps
 
 NEXT_BATCH = "the next batch of the training"
 _ENDS = f"{NEXT_BATCH}, and told to end"
@@ -64,29 +64,36 @@ class _Meeting:
         self._ask()
         self._end()
 
+    def ending(self, validate: Callable[[Any], None]) -> Callable[[Any], None]:
+        """What comes behind a batch; nothing does where a step's message has told all ranks to end."""
+
+        def run(fetcher: Any) -> None:
+            self._end()
+            validate(fetcher)
+
+        return run
+
     def _ask(self) -> None:
         rules = _rules(self._trainer.optimizers) if self._compares else {}
         place = _Place(_ENDS if self._is_told else NEXT_BATCH, rules)
         # Only where the last batch's step had a message, as this one's will: nothing is known of others in between.
         has_trained, self._control.has_trained, self._control.carried = self._control.has_trained, False, None
-        if has_trained and self._may_carry:
-            self._control.carried = Carried(repr(place), place, self._heard_in_step)
+        is_first = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
+        if has_trained and self._may_carry and not is_first:
+            self._control.carried = Carried(repr(place), place, self._heard)
             return
         if not self._control.agrees(repr(place)):
             self._heard(self._control.gather(place))
         else:
             self._ends = self._is_told
-        if self._may_carry is None:  # all ranks are here, and may have other callbacks
-            self._may_carry = not self._control.any([has_hooks_before(self._trainer)])[0]
+        if self._may_carry is None or is_first:  # all ranks are here, and may have other callbacks
+            self._may_carry = not self._control.any([has_code_between_steps(self._trainer)])[0]
 
     def _end(self) -> None:
+        """Once all ranks know that one was told to."""
         if self._ends:
             signals_of(self._trainer).received_sigterm = True
             raise SIGTERMException()
-
-    def _heard_in_step(self, places: list[Any]) -> None:
-        self._heard(places)
-        self._end()
 
     def _heard(self, places: list[Any]) -> None:
         if not all(isinstance(other, _Place) for other in places):
@@ -127,6 +134,7 @@ def met_before_batches(trainer: Trainer, control: ControlGroup) -> Iterator[None
         if not control.alone and hasattr(loop, _BROADCAST) and hasattr(signals, _HANDLER):
             stack.enter_context(mock.patch.object(loop, _BROADCAST, meeting.meet))
             stack.enter_context(mock.patch.object(signals, _HANDLER, meeting.told))
+            stack.enter_context(mock.patch.object(loop, "on_advance_end", meeting.ending(loop.on_advance_end)))
         yield
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer, is_of_lightning
-from lightning_autoparallel.torch_compat.tree import tree_leaves
+from lightning_autoparallel.torch_compat.autograd import is_stepped_by_torch
 
 _OURS = "lightning_autoparallel."
-_BEFORE = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_train_batch_start",
-    "optimizer_step",
+_BETWEEN = (
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start"),
+    *("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward", "backward"),
+    *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
+    "on_train_batch_end",
 )
 
 
@@ -24,17 +23,13 @@ def has_hooks(module: LightningModule, trainer: Trainer) -> bool:
     return _overrides(module, LightningModule) or any(_overrides(each, Callback) for each in callbacks)
 
 
-def has_hooks_before(trainer: Trainer) -> bool:
-    """Whether code of the user, which may talk to other ranks, runs before a training batch's step.
-
-    Or a loader that knows how far it is: a job that is told to end does so before another batch is taken from it.
-    """
+def has_code_between_steps(trainer: Trainer) -> bool:
+    """Whether code of the user, which may talk to other ranks, runs between a training step and the next one's."""
     data: Any = getattr(trainer, "datamodule", None)
     holders: list[Any] = [trainer.lightning_module, data, *trainer.callbacks]  # type: ignore[attr-defined]
-    hooks = [hook for each in holders for name in _BEFORE if (hook := getattr(each, name, None)) is not None]
+    hooks = [hook for each in holders for name in _BETWEEN if (hook := getattr(each, name, None)) is not None]
     steps = [type(optimizer).step for optimizer in trainer.optimizers]
-    loaders = tree_leaves(trainer.train_dataloader)
-    return any(hasattr(loader, "state_dict") for loader in loaders) or any(map(_is_users_code, [*hooks, *steps]))
+    return any(map(_is_users_code, [*hooks, *steps])) or not all(map(is_stepped_by_torch, trainer.optimizers))
 
 
 def _is_users_code(function: Any) -> bool:

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 from unittest import mock
@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_autoparallel.pipeline.agreement import ControlGroup
+from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from tests.distributed.jobs import (
     MESH,
     Net,
@@ -31,6 +32,7 @@ from tests.distributed.jobs import (
     train,
 )
 from tests.distributed.test_agreement import KINDS, RANKS
+from tests.numerics.training import full
 from tests.support.worlds import Worlds
 
 SECONDS = 120  # a group's timeout is far longer
@@ -63,10 +65,19 @@ class Sharded(Net):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
 
 
+def fit_alone(module: Net, strategy: Mapping[str, Any]) -> Trainer:
+    """Fit without callbacks: no code of the user's runs between steps."""
+    chosen = make_strategy(MESH, strategy)
+    module.train_dataloader = lambda: module.loader(chosen.mesh.data_parallel_rank, 2)
+    trainer = make_trainer(chosen, 2)
+    trainer.fit(module)
+    return trainer
+
+
 def messages_of_steps(kind: type[Net]) -> list[str]:
-    """What is sent of each training, in order: what waits for its answer, and what does not."""
+    """What is sent of each training step but the first, in order: what waits for its answer, and what does not."""
     sent: list[str] = []
-    most, begin = ControlGroup._most, ControlGroup.begin
+    most, begin, run = ControlGroup._most, ControlGroup.begin, ReadyStep.run
 
     def waits(self: ControlGroup, *args: Any, **kwargs: Any) -> Any:
         sent.append("waits")
@@ -76,20 +87,87 @@ def messages_of_steps(kind: type[Net]) -> list[str]:
         sent.append("begins")
         return begin(self, text)
 
-    class Told(kind):  # type: ignore[valid-type,misc]
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            sent.append(f"end of {batch_idx}")
+    def runs(self: ReadyStep, *args: Any) -> Any:
+        result = run(self, *args)
+        sent.append("has run")
+        return result
 
-    with mock.patch.object(ControlGroup, "_most", waits), mock.patch.object(ControlGroup, "begin", begins):
-        train(Told, MESH)
-    return sent[sent.index("end of 0") + 1 : sent.index("end of 3") + 1]
+    with (
+        mock.patch.object(ControlGroup, "_most", waits),
+        mock.patch.object(ControlGroup, "begin", begins),
+        mock.patch.object(ReadyStep, "run", runs),
+    ):
+        fit_alone(kind(), kind.strategy)
+    ends = [i for i, what in enumerate(sent) if what == "has run"]
+    return sent[ends[0] + 1 : ends[-1] + 1]
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_a_step_sends_one_message_and_waits_for_none(plan: str, worlds: Worlds) -> None:
     kind = {"ddp": Net, "fsdp": Sharded}[plan]
-    expected = [entry for i in (1, 2, 3) for entry in ("begins", f"end of {i}")]
-    assert worlds(2).run(messages_of_steps, kind, timeout_s=SECONDS) == [expected] * 2
+    assert worlds(2).run(messages_of_steps, kind, timeout_s=SECONDS) == [["begins", "has run"] * 3] * 2
+
+
+class StopsInLoader(Sharded):
+    """A signal comes while rank 1 reads its third batch."""
+
+    steps = 6
+
+    def loader(self, rank, shards):
+        batches = list(super().loader(rank, shards))
+
+        def read() -> Iterator[Any]:
+            for i, batch in enumerate(batches):
+                if (i, rank) == (2, 1):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return DataLoader(Rows(read), batch_size=None)
+
+
+class Rows(IterableDataset):
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
+    def __iter__(self):
+        return self.read()
+
+
+def end_without_hooks() -> tuple[str, int]:
+    """How the training ends, and how many batches it had."""
+    module = StopsInLoader()
+    try:
+        fit_alone(module, module.strategy)
+    except BaseException as error:
+        return type(error).__name__, module.trainer.global_step
+    return "trained on", module.trainer.global_step
+
+
+def test_a_signal_in_the_message_of_a_step_ends_all_behind_it(worlds: Worlds) -> None:
+    first, second = worlds(2).run(end_without_hooks, timeout_s=SECONDS)
+    assert first == second
+    assert first[0] == "SIGTERMException"
+    assert first[1] in (3, 4)  # a loader without a length is read one batch ahead
+
+
+def parameters_without_hooks(kind: type[Net]) -> dict[str, torch.Tensor]:
+    """What a training without callbacks comes to."""
+    torch.manual_seed(0)
+    module = kind()
+    fit_alone(module, kind.strategy)
+    return {name: full(parameter) for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranks_differ_where_nothing_runs_between_steps(compiled: bool, worlds: Worlds) -> None:
+    kind = UnevenThirdCompiled if compiled else UnevenThird
+    expected = train(MeansOfRanks, None).parameters
+    for parameters in worlds(2).run(parameters_without_hooks, kind, timeout_s=SECONDS):
+        torch.testing.assert_close(parameters, expected, rtol=1e-5, atol=1e-6)
+
+
+class Whole(Net):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "capture": "step"}
 
 
 class UnevenThird(Sharded):
@@ -128,8 +206,12 @@ def test_nothing_comes_of_a_step_on_which_ranks_differ(kind: type[Net], worlds: 
         torch.testing.assert_close(outcome.parameters, expected.parameters, rtol=1e-5, atol=1e-6)
 
 
-class Whole(Net):
-    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "capture": "step"}
+class GrowsAlone(Whole):
+    """Rank 1 alone registers a buffer more behind the second batch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.register_buffer("more", torch.ones(()))
 
 
 class SkipsThird(Whole):
@@ -285,6 +367,7 @@ class StopsBeforeOwnOptimizer(Sharded):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (GrowsAlone, "rank 1 froze other parameters than rank 0, or has modules in another mode"),
         (StopsBehindForwardMode, "come to different places"),
         (StopsBeforeOwnOptimizer, "come to different places"),
         (SkipsThird, "come to different places"),
