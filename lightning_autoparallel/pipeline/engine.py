@@ -326,8 +326,7 @@ class StepEngine:
 
     def forget(self, name: str) -> None:
         """Let go of all that was captured of a step, by whatever dataloader."""
-        kept = {key: known for key, known in self._variants.items() if key[0].partition(".")[0] != name}
-        self._variants = kept
+        self._variants = {key: known for key, known in self._variants.items() if key[0].partition(".")[0] != name}
         self.ahead.forget()
         self._captures = {key: count for key, count in self._captures.items() if key.partition(".")[0] != name}
 
