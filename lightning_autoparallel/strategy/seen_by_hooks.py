@@ -28,7 +28,8 @@ def has_code_between_steps(trainer: Trainer) -> bool:
     data: Any = getattr(trainer, "datamodule", None)
     holders: list[Any] = [trainer.lightning_module, data, *trainer.callbacks]  # type: ignore[attr-defined]
     hooks = [hook for each in holders for name in _BETWEEN if (hook := getattr(each, name, None)) is not None]
-    steps = [type(optimizer).step for optimizer in trainer.optimizers]
+    kinds = [type(optimizer) for optimizer in trainer.optimizers]
+    steps = [getattr(kind, "step", kind) for kind in kinds]  # one that wraps another may have none
     return any(map(_is_users_code, [*hooks, *steps])) or not all(map(is_stepped_by_torch, trainer.optimizers))
 
 
