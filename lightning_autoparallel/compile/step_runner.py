@@ -64,7 +64,7 @@ def forward_again(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequenc
     expected = [node.meta["val"] for node in step.partitioned.forward.graph.find_nodes(op="placeholder")]
     for i, (tensor, like) in enumerate(zip(everything, expected, strict=True)):
         layout = layouts[i] if i < len(layouts) else None
-        if layout is not None and tensor.dtype == like.dtype:
+        if layout is not None and tensor.dim() == like.dim():
             tensor = everything[i] = layout.padded(tensor)
         if (tensor.shape, tensor.dtype, tensor.device.type) != (like.shape, like.dtype, like.device.type):
             everything[i] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
