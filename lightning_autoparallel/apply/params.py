@@ -50,6 +50,16 @@ class ParameterLayout:
         """The shape of this rank's shard."""
         return tuple(end - start for start, end in self.bounds())
 
+    @cached_property
+    def pads(self) -> bool:
+        """Whether this rank's shard is smaller than what graphs take."""
+        return self.padded_shape != self.local_shape
+
+    @property
+    def unpads(self) -> bool:
+        """Whether its part of the gradient is smaller than what graphs give: they lie alike."""
+        return self.pads
+
     def bounds(self) -> list[tuple[int, int]]:
         """First and last (exclusive) index of this rank in every dim."""
         cuts = explicit(self.placements, self.axes)
@@ -71,7 +81,7 @@ class ParameterLayout:
         return local.clone(memory_format=torch.contiguous_format) if local.shape != full.shape else local
 
     def distribute(self, local: Tensor) -> DTensor:
-        """A DTensor around this rank's part, which no graph of gradients leads to."""
+        """A DTensor of this rank's part, which is its own from here on, and no graph of gradients leads to."""
         description = self._described.get(local.dtype)
         if description is None:
             placements = self.placements or (Replicate(),)

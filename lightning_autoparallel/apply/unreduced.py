@@ -35,6 +35,16 @@ class UnreducedLayout:
         )
         return None if partial == cuts else cls(stored=stored, unreduced=replace(stored, placements=partial))
 
+    @property
+    def pads(self) -> bool:
+        """Whether this rank's shard is smaller than what graphs take."""
+        return self.stored.pads
+
+    @property
+    def unpads(self) -> bool:
+        """Whether its part of the gradient is smaller than what graphs give."""
+        return self.unreduced.pads
+
     def padded(self, local: Tensor) -> Tensor:
         """The parameter's shard as large as every other rank's."""
         return self.stored.padded(local)

@@ -7,14 +7,15 @@ from lightning_autoparallel.compile.partition import partition_graph
 from lightning_autoparallel.compile.retrace import retraceable
 from lightning_autoparallel.compile.saved_values import saved_values
 from lightning_autoparallel.compile.specialize import specialize, specialize_partitioned
-from lightning_autoparallel.compile.step_runner import forward_again, laid_out_as, run_step
+from lightning_autoparallel.compile.step_runner import forward_again, run_step
+from lightning_autoparallel.compile.wiring import Wiring
 
 __all__ = [
+    "Wiring",
     "autoparallel_backend",
     "check_compiler",
     "find_blocks",
     "forward_again",
-    "laid_out_as",
     "lower_partitioned",
     "partition_graph",
     "retraceable",

@@ -15,19 +15,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.torch_compat.autograd import dtype_of_gradient, has_hooks, will_accumulate
+from lightning_autoparallel.torch_compat.dtensors import has_strides_of
 
 
 def give_to_leaves(
-    ctx: Any, parameters: Sequence[DTensor | None], gradients: Sequence[Tensor | None]
+    ctx: Any,
+    places: Sequence[tuple[int, int]],
+    parameters: Sequence[DTensor | None],
+    gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Gradients that are left to autograd, None in the place of those that their parameters have now.
 
-    ``ctx`` is the node of a function whose tensors ``parameters`` lists, None for others, in a backward under way.
+    ``ctx`` is the node of a function whose tensors ``parameters`` lists, None for others, in a backward under way;
+    the first of each of the ``places`` is one that has a gradient.
     """
     left, edges = list(gradients), ctx.next_functions
     if torch.is_anomaly_enabled() or not _is_on_one_stream():
         return left
-    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=False)):
+    for i, _ in places:
+        parameter, gradient = parameters[i], left[i]
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and _would_keep(parameter, gradient):
             if not will_accumulate(edges[i][0], parameter):
                 return left  # somebody asks for gradients of some tensors
@@ -39,7 +45,7 @@ def _would_keep(parameter: DTensor, gradient: DTensor) -> bool:
     """Whether autograd would make the gradient the parameter's without changing it or telling anybody."""
     if not parameter.requires_grad or parameter.grad is not None or has_hooks(parameter):
         return False
-    return gradient.dtype == dtype_of_gradient(parameter) and gradient.stride() == parameter.stride()
+    return gradient.dtype == dtype_of_gradient(parameter) and has_strides_of(parameter, gradient)
 
 
 def _is_on_one_stream() -> bool:

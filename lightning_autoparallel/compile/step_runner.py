@@ -14,20 +14,13 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.compile.leaf_gradients import give_to_leaves
 from lightning_autoparallel.compile.reached import reached_gradients
 from lightning_autoparallel.compile.second_order import OF_PARAMETERS, Again, gradients_again
+from lightning_autoparallel.compile.wiring import Layouts, Wiring, detached_where_given, distinct
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
 from lightning_autoparallel.torch_compat.dtensors import laid_out_like, part_of
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 from lightning_autoparallel.torch_compat.viewable import storage_of
-
-
-class Layout(Protocol):
-    """How a parameter lies on this rank; graphs work on shards padded to the same size everywhere."""
-
-    def padded(self, local: Tensor) -> Tensor: ...
-    def unpadded(self, local: Tensor) -> Tensor: ...
-    def distribute(self, local: Tensor) -> DTensor: ...
 
 
 class Backwards(Protocol):
@@ -40,25 +33,25 @@ class Backwards(Protocol):
 def run_step(
     step: CompiledStep,
     inputs: Sequence[Tensor],
-    layouts: Sequence[Layout | None],
+    wiring: Wiring,
     again: Again | None = None,
     backwards: Backwards | None = None,
 ) -> list[Tensor]:
     """The step's outputs that are no gradients, in order; differentiable ones carry a graph to the parameters.
 
-    ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``layouts``
-    has an entry for each of them, None for what is no sharded parameter. ``again`` computes the results under autograd,
-    where their gradients are to be differentiated again. ``backwards`` is asked where some ranks may have none.
+    ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``wiring``
+    is that of the step. ``again`` computes the results under autograd, where their gradients are to be differentiated
+    again. ``backwards`` is asked where some ranks may have none.
     """
     if step.backward is None or not torch.is_grad_enabled():
-        everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
-        everything += step.constants
+        everything = [*wiring.parts(inputs), *step.constants]
+        given = set(map(id, everything))
         with _autocast_off(everything):
-            return list(step.forward(everything))[: _results(step)]
-    return list(_StepFunction.apply(step, layouts, again, backwards, *inputs))  # type: ignore[no-untyped-call]
+            return detached_where_given(list(step.forward(everything))[: wiring.results], given)
+    return list(_StepFunction.apply(step, wiring, again, backwards, *inputs))  # type: ignore[no-untyped-call]
 
 
-def forward_again(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequence[Layout | None]) -> None:
+def forward_again(step: CompiledStep, inputs: Sequence[Tensor], layouts: Layouts) -> None:
     """Run the forward alone, for its collectives; there are zeros for what has come to lie otherwise since."""
     everything = [_part(tensor).detach() for tensor in inputs] + list(step.constants)
     expected = [node.meta["val"] for node in step.partitioned.forward.graph.find_nodes(op="placeholder")]
@@ -72,15 +65,6 @@ def forward_again(step: CompiledStep, inputs: Sequence[Tensor], layouts: Sequenc
         step.forward(everything)
 
 
-def _results(step: CompiledStep) -> int:
-    return sum(item.kind != "gradient" for item in step.partitioned.sharded.outputs)
-
-
-def _local(tensor: Tensor, layout: Layout | None) -> Tensor:
-    local = _part(tensor).detach()
-    return layout.padded(local) if layout is not None else local
-
-
 def _part(tensor: Tensor) -> Tensor:
     return part_of(tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -90,44 +74,39 @@ class _StepFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         step: CompiledStep,
-        layouts: Sequence[Layout | None],
+        wiring: Wiring,
         again: Again | None,
         backwards: Backwards | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        everything = [_local(tensor, layout) for tensor, layout in zip(inputs, layouts, strict=True)]
-        everything += step.constants
-        by_position = _without_tangents(step, everything)
-        changed = {item.name for item in step.partitioned.sharded.outputs if item.kind == "buffer"}
-        is_part = backwards is not None
-        kept = [_kept(step, i, by_position.pop(i), changed, is_part) for i in step.partitioned.saved_inputs]
-        by_position.clear()  # the forward empties its list: what is read for the last time there is freed there
-        with _autocast_off(everything):
+        everything = [*wiring.parts(inputs), *step.constants]
+        given, is_part = set(map(id, everything)), backwards is not None
+        saved = [item.kept(everything[item.place], is_part) for item in wiring.saved]
+        with _autocast_off(everything):  # the forward empties its list: what is read for the last time is freed there
             produced = list(step.forward(everything))
-        count = _results(step)
-        values = produced[count:]
-        results = [_no_view(result, (*kept, *values)) for result in _distinct(produced[:count])]
-        ctx.save_for_backward(*kept, *values)
-        ctx.step, ctx.layouts = step, layouts
+        saved += produced[wiring.results :]
+        results = distinct(detached_where_given(produced[: wiring.results], given))
+        results = [_no_view(result, saved) for result in results]
+        ctx.save_for_backward(*saved)
+        ctx.step, ctx.wiring = step, wiring
         ctx.again, ctx.inputs = again, () if again is None else inputs
         ctx.set_materialize_grads(False)
         ctx.shapes = [(result.shape, result.dtype, result.device) for result in results]
-        differentiable = _differentiable(step)
-        ctx.differentiable = differentiable
-        ctx.mark_non_differentiable(*(result for i, result in enumerate(results) if i not in differentiable))
+        ctx.mark_non_differentiable(*(result for i, result in enumerate(results) if i not in wiring.differentiable))
         ctx.backwards, ctx.parameters = backwards, [t if isinstance(t, DTensor) else None for t in inputs]
         ctx.number = None if backwards is None else backwards.add(partial(_join, ctx))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        differentiable = ctx.wiring.differentiable
         if torch.is_grad_enabled() and active_fake_mode() is None:
             axes = _check_again(ctx.step, ctx.again)
-            return *_NO_TENSORS, *gradients_again(ctx.again, axes, ctx.inputs, ctx.differentiable, gradients)
-        given = tuple(i for i, place in enumerate(ctx.differentiable) if gradients[place] is not None)
+            return *_NO_TENSORS, *gradients_again(ctx.again, axes, ctx.inputs, differentiable, gradients)
+        given = tuple(i for i, place in enumerate(differentiable) if gradients[place] is not None)
         if ctx.backwards is None:
             found = _run_backward(ctx, gradients, last=True, given=given)
-            return *_NO_TENSORS, *give_to_leaves(ctx, ctx.parameters, found)
+            return *_NO_TENSORS, *give_to_leaves(ctx, ctx.wiring.gradients, ctx.parameters, found)
         return *_NO_TENSORS, *ctx.backwards.reach(ctx.number, given, partial(_run_backward, ctx, gradients))
 
 
@@ -142,26 +121,26 @@ def _run_backward(
     Some rank has gradients of the ``given`` results, by their places among those that may have: what only others lead
     to has none.
     """
+    wiring: Wiring = ctx.wiring
     tangents = []
-    for i in ctx.differentiable:
+    for i in wiring.differentiable:
         shape, dtype, device = ctx.shapes[i]
         gradient = gradients[i]
         tangents.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
     saved = ctx.kept if hasattr(ctx, "kept") else ctx.saved_tensors
-    arguments = [*saved, *_laid_out(ctx.step, tangents)]
+    arguments = [*saved, *_laid_out(wiring, tangents)]
     if last:
         release_saved_tensors(ctx)
     else:
         ctx.kept = saved  # autograd lets go of its own when the node is done
     del saved
     with _autocast_off(arguments):
-        produced = _distinct(list(ctx.step.backward(arguments)))
-    found = _by_input(ctx.step, ctx.layouts, ctx.parameters, produced)
-    if len(given) == len(ctx.differentiable):
+        produced = distinct(list(ctx.step.backward(arguments)))
+    found = wiring.by_input(ctx.parameters, produced)
+    if len(given) == len(wiring.differentiable):
         return found
     reached = reached_gradients(ctx.step.captured, given)
-    inputs = [item for item in ctx.step.partitioned.sharded.inputs if item.kind != "tangent"]
-    return [g if (item.kind, item.name) in reached else None for item, g in zip(inputs, found, strict=False)]
+    return [g if (item.kind, item.name) in reached else None for item, g in zip(wiring.inputs, found, strict=True)]
 
 
 def _join(ctx: Any, given: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -173,21 +152,6 @@ def _join(ctx: Any, given: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         found = _run_backward(ctx, [None] * len(ctx.shapes), last=False, given=given)
         pairs = zip(ctx.parameters, found, strict=True)
     return [(p, g) for p, g in pairs if p is not None and g is not None and p.requires_grad]
-
-
-_SMALL = 65536  # elements of a buffer
-
-
-def _kept(step: CompiledStep, position: int, tensor: Tensor, changed: set[str], is_part: bool) -> Tensor:
-    """What the backward reads of an input: of a buffer that the step changes, its value before.
-
-    Where the graph is a part of a step, other parts may change it, as batch norm does in its other mode.
-    """
-    item = step.partitioned.sharded.inputs[position]
-    if item.kind != "buffer":
-        return tensor
-    changes = item.name in changed or (is_part and tensor.is_floating_point() and tensor.numel() <= _SMALL)
-    return tensor.clone() if changes else tensor
 
 
 def _autocast_off(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -211,24 +175,11 @@ def _check_again(step: CompiledStep, again: Again | None) -> Sequence[PlanAxis]:
     return step.partitioned.sharded.axes
 
 
-def _laid_out(step: CompiledStep, tangents: list[Tensor]) -> list[Tensor]:
+def _laid_out(wiring: Wiring, tangents: list[Tensor]) -> list[Tensor]:
     """``tangents`` with the strides that the backward was made for; those that autograd hands over may be others."""
     if not any(tangent.dim() for tangent in tangents):
         return tangents
-    backward = step.partitioned.backward
-    assert backward is not None
-    nodes = list(backward.graph.find_nodes(op="placeholder"))[-len(tangents) :]
-    return [laid_out_like(node.meta["val"], tangent) for node, tangent in zip(nodes, tangents, strict=True)]
-
-
-def _distinct(results: list[Tensor]) -> list[Tensor]:
-    """The results as different tensors: a loss that is logged too is one value, but has a gradient once."""
-    seen: set[int] = set()
-    distinct = []
-    for result in results:
-        distinct.append(result.clone() if id(result) in seen else result)
-        seen.add(id(result))
-    return distinct
+    return [laid_out_like(expected, tangent) for expected, tangent in zip(wiring.tangents, tangents, strict=True)]
 
 
 _FEW = 1024  # elements: a copy takes less time than to look whose memory it is
@@ -247,47 +198,3 @@ def _no_view(result: Tensor, saved: Sequence[Tensor]) -> Tensor:
         return result.clone()
     alone = result.new_empty(0)
     return alone.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())  # type: ignore[call-overload,no-any-return]
-
-
-def _without_tangents(step: CompiledStep, everything: list[Tensor]) -> dict[int, Tensor]:
-    """Positions among all placeholders -> tensors, where the calling convention leaves tangents out."""
-    given = iter(everything)
-    inputs = step.partitioned.sharded.inputs
-    return {i: next(given) for i, item in enumerate(inputs) if item.kind != "tangent"}
-
-
-def _differentiable(step: CompiledStep) -> list[int]:
-    """Positions of the outputs that have a tangent, in the order of the tangents."""
-    outputs = [(item.kind, item.name) for item in step.partitioned.sharded.outputs]
-    return [outputs.index(("output", item.name)) for item in step.partitioned.sharded.inputs if item.kind == "tangent"]
-
-
-def _by_input(
-    step: CompiledStep,
-    layouts: Sequence[Layout | None],
-    parameters: Sequence[DTensor | None],
-    produced: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Gradients of the step's inputs, None where there is none; those of parameters as they lie in ``parameters``."""
-    names = [(item.of, item.name) for item in step.partitioned.sharded.outputs if item.kind == "gradient"]
-    by_name = dict(zip(names, produced, strict=True))
-    gradients: list[Tensor | None] = []
-    given = [item for item in step.partitioned.sharded.inputs if item.kind != "tangent"][: len(parameters)]
-    for item, layout, parameter in zip(given, layouts, parameters, strict=True):
-        gradient = by_name.get((item.kind, item.name))
-        if gradient is not None and layout is not None:
-            gradient = layout.distribute(laid_out_as(parameter, layout.unpadded(gradient)))
-        gradients.append(gradient)
-    return gradients
-
-
-def laid_out_as(parameter: Tensor | None, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient with the strides of its part of the parameter, as autograd has it.
-
-    A DTensor's own strides say nothing of its part's. Fused optimizers read both by one index: on a GPU they refuse
-    others, on a CPU they update other elements without a word. Parts of other shapes wait for their reduction, whose
-    graph takes contiguous ones.
-    """
-    if isinstance(parameter, DTensor) and (own := part_of(parameter)).shape == gradient.shape:
-        return laid_out_like(own, gradient)
-    return gradient.contiguous()

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.apply import ParameterLayout, UnreducedLayout
-from lightning_autoparallel.compile import laid_out_as, run_step
+from lightning_autoparallel.compile import Wiring, run_step
 from lightning_autoparallel.contracts import (
     CapturedGraph,
     CompiledStep,
@@ -30,6 +30,7 @@ from lightning_autoparallel.contracts import (
 from lightning_autoparallel.pipeline.stages import StageContext, finish_step
 from lightning_autoparallel.plan.planner import joint_axes
 from lightning_autoparallel.torch_compat.autograd import has_hooks
+from lightning_autoparallel.torch_compat.dtensors import laid_out_as
 from lightning_autoparallel.torch_compat.tracing import FakeTensorMode
 
 NAME = "gradient_reduction"
@@ -47,7 +48,7 @@ class DeferredGradients:
     active: bool = False
     _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _layouts: dict[str, UnreducedLayout] = field(default_factory=dict)
-    _reductions: dict[tuple[str, ...], CompiledStep] = field(default_factory=dict)
+    _reductions: dict[tuple[str, ...], tuple[CompiledStep, Wiring]] = field(default_factory=dict)
 
     def place(self, layouts: Mapping[str, ParameterLayout]) -> None:
         """Parameters lie as ``layouts`` say: those that wait are known from here on."""
@@ -128,8 +129,8 @@ class DeferredGradients:
             return {}
         launched: Counter[str] = Counter()
         for some in self._portions(names):
-            step = self._reduction(some)
-            results = run_step(step, [self._taken(name) for name in some], [None] * len(some))
+            step, wiring = self._reduction(some)
+            results = run_step(step, [self._taken(name) for name in some], wiring)
             for name, local in zip(some, results, strict=True):
                 parameter, stored = self._parameters[name], self._layouts[name].stored
                 parameter.grad = stored.distribute(laid_out_as(parameter, stored.unpadded(local)))
@@ -167,13 +168,14 @@ class DeferredGradients:
         assert isinstance(gradient, DTensor)
         return layout.unreduced.padded(layout.addend(gradient).to_local()).contiguous()
 
-    def _reduction(self, names: tuple[str, ...]) -> CompiledStep:
+    def _reduction(self, names: tuple[str, ...]) -> tuple[CompiledStep, Wiring]:
         if names not in self._reductions:
             dtypes = [self._parameters[name].dtype for name in names]
             layouts = [self._layouts[name] for name in names]
             captured, plan = _graph_of(names, dtypes, layouts, self.device, self.context)
-            self._reductions[names] = finish_step(captured, plan, self.context, self.device, compiles=False)
-            self.reports[NAME] = self._reductions[names].report
+            step = finish_step(captured, plan, self.context, self.device, compiles=False)
+            self._reductions[names] = step, Wiring.of(step.partitioned, [None] * len(names))
+            self.reports[NAME] = step.report
         return self._reductions[names]
 
 

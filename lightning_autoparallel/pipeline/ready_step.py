@@ -54,8 +54,8 @@ class ReadyStep:
         given = self._given(numbers)
         inputs = [*parameters, *buffers.values(), *given]
         with self._agreeing(), self.engine.seeded(self.variant.step, self.call.local), around():
-            step, layouts = self.variant.at_this_step(), self.variant.layouts
-            results = run_step(step, inputs, layouts, self._again(), self._backwards)
+            step, wiring = self.variant.at_this_step(), self.variant.wiring
+            results = run_step(step, inputs, wiring, self._again(), self._backwards)
         outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         if not self.call.local:
             self.engine.ahead.ran(self.variant, inputs, len(given))

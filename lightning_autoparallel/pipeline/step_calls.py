@@ -22,6 +22,7 @@ from lightning_autoparallel.capture import (
     check_edges,
     leaf_counters,
 )
+from lightning_autoparallel.compile import Wiring
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import CompiledStep
 from lightning_autoparallel.errors import AutoParallelError, CaptureError, StepFailedError
@@ -86,6 +87,11 @@ class Variant:
     state: StepState
     effects: StepEffects
     layouts: tuple[ParameterLayout | UnreducedLayout | None, ...]
+
+    @functools.cached_property
+    def wiring(self) -> Wiring:
+        """How tensors go into its graphs and come out."""
+        return Wiring.of(self.step.partitioned, self.layouts)
 
     @functools.cached_property
     def read_buffers(self) -> tuple[str, ...]:

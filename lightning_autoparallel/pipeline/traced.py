@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autoparallel.capture import flatten_batch
-from lightning_autoparallel.compile import retraceable, run_step
+from lightning_autoparallel.compile import Wiring, retraceable, run_step
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.pipeline.engine import PreparedStep, StepCall, StepEngine
 from lightning_autoparallel.pipeline.results import take_apart, with_statics
@@ -125,7 +125,7 @@ def call_traced(module: nn.Module, calls: TracedCalls, args: tuple[Any, ...], kw
 
 
 def _node(call: TracedCall, prepared: PreparedStep) -> Any:
-    step = retraceable(prepared.step)
+    step, wiring = retraceable(prepared.step), Wiring.of(prepared.step.partitioned, prepared.layouts)
     buffer_names = [item.name for item in step.captured.inputs if item.kind == "buffer"]
 
     def parallel_step(
@@ -135,7 +135,7 @@ def _node(call: TracedCall, prepared: PreparedStep) -> Any:
         given = dataclasses.replace(step, constants=tuple(constants))
         # A backend that runs Dynamo's graph as it is comes here at every real call.
         with call.around(batch) if active_fake_mode() is None else contextlib.nullcontext():
-            results = run_step(given, [*parameters, *buffers, *batch], prepared.layouts)
+            results = run_step(given, [*parameters, *buffers, *batch], wiring)
         return take_apart(step.captured, results, dict(zip(buffer_names, buffers, strict=True))).outputs
 
     return parallel_step

@@ -70,6 +70,7 @@ class Attached:
 
 
 Hook = Callable[..., Any]
+_HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
 _REPLACED = "_autoparallel_replaced"  # on what stands in the place of a hook
 
 
@@ -152,7 +153,7 @@ def will_accumulate(node: Any, parameter: Tensor) -> bool:
 
 def dtype_of_gradient(parameter: Tensor) -> torch.dtype | None:
     """What autograd makes of its gradients; None for whatever they are. Older torch knows its own dtype only."""
-    return getattr(parameter, "grad_dtype", parameter.dtype)
+    return parameter.grad_dtype if _HAVE_DTYPES else parameter.dtype
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

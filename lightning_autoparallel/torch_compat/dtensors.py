@@ -29,11 +29,10 @@ def described(
 
 
 def around(local: Tensor, description: Description) -> DTensor:
-    """A DTensor that shares the memory of this rank's part, which no graph of gradients leads to."""
-    assert not local.requires_grad and description.tensor_meta is not None
-    assert local.dtype == description.tensor_meta.dtype
+    """A DTensor of this rank's part, which nobody else holds as it is, and no graph of gradients leads to."""
+    assert not local.requires_grad and local.dtype == description.tensor_meta.dtype  # type: ignore[union-attr]
     # without ``__init__``, which does nothing, and is wrapped three times
-    return DTensor.__new__(DTensor, local.view_as(local), description, requires_grad=False)
+    return DTensor.__new__(DTensor, local, description, requires_grad=False)
 
 
 def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
@@ -66,6 +65,18 @@ def laid_out_like(expected: Tensor, given: Tensor) -> Tensor:
     return laid_out.copy_(given)
 
 
+def laid_out_as(parameter: Tensor | None, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient with the strides of its part of the parameter, as autograd has it.
+
+    A DTensor's own strides say nothing of its part's. Fused optimizers read both by one index: on a GPU they refuse
+    others, on a CPU they update other elements without a word. Parts of other shapes wait for their reduction, whose
+    graph takes contiguous ones.
+    """
+    if not isinstance(parameter, DTensor) or (own := parameter._local_tensor).shape != gradient.shape:
+        return gradient.contiguous()
+    return gradient if own.stride() == gradient.stride() else laid_out_like(own, gradient)
+
+
 def as_parameter_lies(parameter: DTensor, given: DTensor) -> DTensor:
     """``given``, placed as ``parameter`` is, whose part on this rank has the strides of the parameter's part.
 
@@ -90,6 +101,11 @@ def is_placed_alike(parameter: DTensor, other: Tensor | None) -> bool:
         return True
     is_cut_alike = own.placements == given.placements and (own.mesh is given.mesh or own.mesh == given.mesh)
     return is_cut_alike and parameter._local_tensor.shape == other._local_tensor.shape
+
+
+def has_strides_of(parameter: DTensor, other: DTensor) -> bool:
+    """Whether the whole has the strides that the parameter has."""
+    return other._spec.tensor_meta.stride == parameter._spec.tensor_meta.stride  # type: ignore[union-attr]
 
 
 def lies_as(parameter: DTensor, other: DTensor) -> bool:

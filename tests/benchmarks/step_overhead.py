@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel import parallelize
-from lightning_autoparallel.compile import step_runner
+from lightning_autoparallel.compile import Wiring, step_runner
 from lightning_autoparallel.models.llama3 import Llama3, llama3_config
 from lightning_autoparallel.pipeline import engine as engines
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
@@ -42,8 +42,9 @@ ITEMS: tuple[tuple[str, Any, str], ...] = (
     ("ranks agree (alone here: text of the batch only)", engines, "check_agreement"),
     ("modes of modules", engines.StepEngine, "_module_state"),
     ("parameters and buffers", ReadyStep, "_state"),
-    ("local tensors, padded", step_runner, "_local"),
-    ("gradients to DTensors", step_runner, "_by_input"),
+    ("local tensors, padded", Wiring, "parts"),
+    ("gradients to DTensors", Wiring, "by_input"),
+    ("gradients to parameters", step_runner, "give_to_leaves"),
 )
 Seconds = dict[str, float]
 

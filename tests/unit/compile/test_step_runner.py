@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from lightning_autoparallel.compile import run_step
+from lightning_autoparallel.compile import Wiring, run_step
 from lightning_autoparallel.compile.backend import interpreted
 from lightning_autoparallel.contracts import (
     CapturedGraph,
@@ -103,7 +103,8 @@ def test_saved_values_belong_to_the_backward_unless_the_graph_is_retained(retain
         return [gradient]
 
     w = torch.tensor(0.5, requires_grad=True)
-    (loss,) = run_step(_step(backward, forward), [w], [None])
+    step = _step(backward, forward)
+    (loss,) = run_step(step, [w], Wiring.of(step.partitioned, [None]))
     loss.backward(retain_graph=retain)
     assert watched.seen == [["saved"] if retain else []]
     assert float(w.grad) == pytest.approx(float(torch.tensor(0.5).cos()))
