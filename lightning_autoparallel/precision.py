@@ -24,7 +24,8 @@ from lightning_autoparallel.lightning_compat import (
     Precision,
 )
 from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
-from lightning_autoparallel.torch_compat.foreach import scale_together, squared_norms
+from lightning_autoparallel.torch_compat.dtensors import part_of
+from lightning_autoparallel.torch_compat.foreach import norms, scale_together
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
 _OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients", "_begin_update")
@@ -180,9 +181,9 @@ def clip_by_norm(gradients: Sequence[Tensor], max_norm: float, ranks: DeviceMesh
     size = 1 if ranks is None else ranks.size()
     locals_ = [_local(gradient) for gradient in gradients]
     by_copies: dict[int, list[Tensor]] = {}
-    for gradient, square in zip(gradients, squared_norms(locals_), strict=True):
-        by_copies.setdefault(_copies(gradient, size), []).append(square)
-    total = torch.stack([torch.stack(squares).sum() / copies for copies, squares in by_copies.items()]).sum()
+    for copies, own in zip(_copies(gradients, size), norms(locals_), strict=True):
+        by_copies.setdefault(copies, []).append(own)
+    total = torch.stack([torch.stack(some).square().sum() / copies for copies, some in by_copies.items()]).sum()
     if ranks is not None and size > 1:
         dist.all_reduce(total, group=ranks.get_group())
     norm = total.sqrt()
@@ -197,12 +198,20 @@ def _gradients(plugin: ShardedPrecision, optimizer: Optimizer) -> list[Tensor]:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _copies(gradient: Tensor, ranks: int) -> int:
-    """How many of all ``ranks`` hold the same part of ``gradient``."""
     if not isinstance(gradient, DTensor):
-        return ranks
-    sizes = [gradient.device_mesh.size(dim) for dim, p in enumerate(gradient.placements) if not p.is_replicate()]
-    return ranks // math.prod(sizes)
+        return gradient
+    return gradient.to_local() if gradient.requires_grad else part_of(gradient)
+
+
+def _copies(gradients: Sequence[Tensor], ranks: int) -> list[int]:
+    """How many of all ``ranks`` hold the same part, of each gradient."""
+    known: dict[Any, int] = {}
+    return [_copies_of(gradient, ranks, known) if isinstance(gradient, DTensor) else ranks for gradient in gradients]
+
+
+def _copies_of(gradient: DTensor, ranks: int, known: dict[Any, int]) -> int:
+    mesh, placements = gradient.device_mesh, gradient.placements
+    key = id(mesh), placements
+    if key not in known:
+        known[key] = ranks // math.prod(mesh.size(dim) for dim, p in enumerate(placements) if not p.is_replicate())
+    return known[key]

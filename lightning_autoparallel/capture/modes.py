@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_, is_not
+from operator import getitem, is_, is_not
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class ModuleStates:
     def key(self) -> Hashable:
         """Equal for states that share a graph."""
         if (
-            any(own[name] is not table for own, name, table in self._held)
+            any(map(is_not, map(getitem, self._holders, self._names_of_tables), self._held))
             or any(map(is_not, self._now(), self._parts))
             or any(self._empty)
             or sum(map(len, self._tables)) != len(self._parts)
@@ -72,8 +72,9 @@ class ModuleStates:
         modules = list(self._module.modules())
         self._structure = self._structures.number(modules)
         self._attributes = [vars(module) for module in modules]
-        self._held = [(own, name, own[name]) for own in self._attributes for name in _TABLES]
-        tables = [table for _, _, table in self._held]
+        self._holders = [own for own in self._attributes for _ in _TABLES]
+        self._names_of_tables = [name for _ in self._attributes for name in _TABLES]
+        tables = self._held = list(map(getitem, self._holders, self._names_of_tables))
         self._tables = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
         self._parts = list(self._now())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
 from lightning_autoparallel.compile import run_step
-from lightning_autoparallel.contracts import CompiledStep, PassedOn
+from lightning_autoparallel.contracts import PassedOn
 from lightning_autoparallel.pipeline.agreed_calls import Agreement
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
@@ -40,7 +40,7 @@ class ReadyStep:
     @property
     def effect_whole(self) -> tuple[bool, ...]:
         """Of every tensor that is logged or written, whether it is equal on all ranks."""
-        return _whole_effects(self.variant.step)
+        return self.variant.whole_effects
 
     def run(self, around: Around = contextlib.nullcontext) -> StepResult:
         """Run it inside ``around()``; every rank calls it alike.
@@ -139,9 +139,3 @@ class ReadyStep:
         statics = passed_on(captured.static_outputs, self._tensors)
         made = {i: made_again(leaf, numbers) for i, leaf in statics.items()}
         return tree_unflatten(with_statics(outputs, made), captured.output_spec)
-
-
-def _whole_effects(step: CompiledStep) -> tuple[bool, ...]:
-    sharded = step.partitioned.sharded
-    pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
-    return tuple(all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log")

@@ -94,6 +94,15 @@ class Variant:
         return Wiring.of(self.step.partitioned, self.layouts)
 
     @functools.cached_property
+    def whole_effects(self) -> tuple[bool, ...]:
+        """Of every tensor that is logged or written, whether it is equal on all ranks."""
+        sharded = self.step.partitioned.sharded
+        pairs = zip(sharded.outputs, sharded.output_placements, strict=True)
+        return tuple(
+            all(p.is_replicate() for p in placements or ()) for item, placements in pairs if item.kind == "log"
+        )
+
+    @functools.cached_property
     def read_buffers(self) -> tuple[str, ...]:
         """Names of buffers that the step computes with."""
         placeholders = self.step.captured.graph_module.graph.find_nodes(op="placeholder")

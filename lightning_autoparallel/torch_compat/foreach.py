@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-def squared_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of squares of each tensor, 0-dim and in float32 or wider; 0 for an empty one."""
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, 0-dim and in float32 or wider; 0 for an empty one."""
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    return [norm.square() for norm in torch._foreach_norm(list(tensors), 2, dtype=wide)]
+    return list(torch._foreach_norm(list(tensors), 2, dtype=wide))
 
 
 def scale_together(tensors: Sequence[Tensor], factor: Tensor) -> None:
