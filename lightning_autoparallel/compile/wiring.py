@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.contracts import GraphInput, PartitionedGraph
 from lightning_autoparallel.torch_compat.dtensors import laid_out_as, part_of
+from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 
 
 class Layout(Protocol):
@@ -105,7 +106,8 @@ class Wiring:
 
     def parts(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What this rank holds of each input, as graphs take it."""
-        parts = [_part(tensor) for tensor in inputs]
+        is_traced = active_fake_mode() is not None  # who partitions anew tells what is given from what is saved
+        parts = [_part(tensor).detach() if is_traced else _part(tensor) for tensor in inputs]
         for i in self.pads:
             layout = self.layouts[i]
             assert layout is not None
