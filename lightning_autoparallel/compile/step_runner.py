@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from lightning_autoparallel.compile.leaf_gradients import give_to_leaves
 from lightning_autoparallel.compile.reached import reached_gradients
 from lightning_autoparallel.compile.second_order import OF_PARAMETERS, Again, gradients_again
-from lightning_autoparallel.compile.wiring import Layouts, Wiring, detached_where_given, distinct
+from lightning_autoparallel.compile.wiring import Wiring, detached_where_given, distinct, own_part
 from lightning_autoparallel.contracts import CompiledStep, PlanAxis
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.autograd import release_saved_tensors
-from lightning_autoparallel.torch_compat.dtensors import laid_out_like, part_of
+from lightning_autoparallel.torch_compat.dtensors import laid_out_like
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 from lightning_autoparallel.torch_compat.viewable import storage_of
 
@@ -51,22 +51,18 @@ def run_step(
     return list(_StepFunction.apply(step, wiring, again, backwards, *inputs))  # type: ignore[no-untyped-call]
 
 
-def forward_again(step: CompiledStep, inputs: Sequence[Tensor], layouts: Layouts) -> None:
+def forward_again(step: CompiledStep, inputs: Sequence[Tensor], wiring: Wiring) -> None:
     """Run the forward alone, for its collectives; there are zeros for what has come to lie otherwise since."""
-    everything = [_part(tensor).detach() for tensor in inputs] + list(step.constants)
+    everything = [own_part(tensor) for tensor in inputs] + list(step.constants)
     expected = [node.meta["val"] for node in step.partitioned.forward.graph.find_nodes(op="placeholder")]
     for i, (tensor, like) in enumerate(zip(everything, expected, strict=True)):
-        layout = layouts[i] if i < len(layouts) else None
+        layout = wiring.layouts[i] if i < len(wiring.layouts) else None
         if layout is not None and tensor.dim() == like.dim():
             tensor = everything[i] = layout.padded(tensor)
         if (tensor.shape, tensor.dtype, tensor.device.type) != (like.shape, like.dtype, like.device.type):
             everything[i] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
     with torch.no_grad(), _autocast_off(everything):
         step.forward(everything)
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return part_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _StepFunction(torch.autograd.Function):

@@ -60,7 +60,7 @@ class Wiring:
     Inputs are those that a step is given: all but its constants and tangents. ``results`` is how many outputs come
     before the gradients and the saved values. ``differentiable`` has the places of the outputs that have a tangent, in
     the order of the tangents, and ``tangents`` what the backward takes them as. ``gradients`` pairs the places of
-    inputs with those of their gradients among what the backward returns.
+    inputs with those of their gradients among the ``produced`` tensors that the backward returns.
     """
 
     layouts: Layouts
@@ -69,6 +69,7 @@ class Wiring:
     saved: tuple[SavedInput, ...]
     differentiable: tuple[int, ...]
     tangents: tuple[Tensor, ...]
+    produced: int
     gradients: tuple[tuple[int, int], ...]
     pads: tuple[int, ...]
 
@@ -100,14 +101,16 @@ class Wiring:
             ),
             differentiable=tuple(names.index(("output", name)) for name in tangents),
             tangents=_last_placeholders(partitioned, len(tangents)),
+            produced=len(produced),
             gradients=tuple((i, place) for i, place in wanted if place is not None),
             pads=tuple(i for i, layout in enumerate(layouts) if layout is not None and layout.pads),
         )
 
     def parts(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What this rank holds of each input, as graphs take it."""
+        assert len(inputs) == len(self.layouts)
         is_traced = active_fake_mode() is not None  # who partitions anew tells what is given from what is saved
-        parts = [_part(tensor).detach() if is_traced else _part(tensor) for tensor in inputs]
+        parts = [own_part(tensor).detach() if is_traced else own_part(tensor) for tensor in inputs]
         for i in self.pads:
             layout = self.layouts[i]
             assert layout is not None
@@ -116,6 +119,7 @@ class Wiring:
 
     def by_input(self, parameters: Sequence[DTensor | None], produced: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the inputs, None where there is none; those of parameters as they lie in ``parameters``."""
+        assert len(parameters) == len(self.layouts) and len(produced) == self.produced
         found: list[Tensor | None] = [None] * len(self.layouts)
         for i, place in self.gradients:
             layout, gradient = self.layouts[i], produced[place]
@@ -135,7 +139,8 @@ def _last_placeholders(partitioned: PartitionedGraph, count: int) -> tuple[Tenso
     return tuple(node.meta["val"] for node in nodes[-count:])
 
 
-def _part(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, which no graph of gradients leads to."""
     part = part_of(tensor) if isinstance(tensor, DTensor) else tensor
     return part.detach() if part.requires_grad else part
 

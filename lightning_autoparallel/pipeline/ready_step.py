@@ -40,7 +40,7 @@ class ReadyStep:
     @property
     def effect_whole(self) -> tuple[bool, ...]:
         """Of every tensor that is logged or written, whether it is equal on all ranks."""
-        return self.variant.whole_effects
+        return self.variant.effect_whole
 
     def run(self, around: Around = contextlib.nullcontext) -> StepResult:
         """Run it inside ``around()``; every rank calls it alike.

@@ -94,7 +94,7 @@ class Variant:
         return Wiring.of(self.step.partitioned, self.layouts)
 
     @functools.cached_property
-    def whole_effects(self) -> tuple[bool, ...]:
+    def effect_whole(self) -> tuple[bool, ...]:
         """Of every tensor that is logged or written, whether it is equal on all ranks."""
         sharded = self.step.partitioned.sharded
         pairs = zip(sharded.outputs, sharded.output_placements, strict=True)

@@ -73,7 +73,7 @@ class StepsAhead:
     def _again(self, variant: Variant, inputs: Sequence[Tensor]) -> None:
         """The forward, for others; on values that it has run on, as it may look at them."""
         with generators_at("again", self._engine.device):
-            forward_again(variant.step, inputs, variant.layouts)
+            forward_again(variant.step, inputs, variant.wiring)
 
 
 def _nothing() -> None:

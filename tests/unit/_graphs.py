@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_autoparallel.capture import (
     NoEffects,
@@ -17,7 +17,16 @@ from lightning_autoparallel.capture import (
     describe_batch,
     flatten_batch,
 )
-from lightning_autoparallel.contracts import CapturedGraph, PlanReport
+from lightning_autoparallel.contracts import (
+    CapturedGraph,
+    CompiledStep,
+    GraphCallable,
+    GraphInput,
+    GraphOutput,
+    PartitionedGraph,
+    PlanReport,
+    ShardedGraph,
+)
 
 
 def request_of(
@@ -72,3 +81,48 @@ def report_of(**known: Any) -> PlanReport:
     nothing: dict[str, Any] = {"graph": "step", "mesh": {"dp_shard": 2}, "plan": "fsdp", "timings_s": {}}
     nothing |= {"collectives": {}, "saved_bytes": 0, "parameters_bytes": 0, "gradients_bytes": 0}
     return PlanReport(**{**nothing, **known})
+
+
+def step_of(
+    inputs: Sequence[GraphInput],
+    outputs: Sequence[GraphOutput],
+    forward: GraphCallable,
+    backward: GraphCallable | None,
+    *,
+    tangents: Sequence[Tensor] = (),
+    constants: Sequence[Tensor] = (),
+    saved_inputs: Sequence[int] = (),
+    saved_values: int = 0,
+) -> CompiledStep:
+    """A step of these two callables; its graphs have no calls, the backward's takes what lies as ``tangents`` do."""
+    module, graph = fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph()
+    for i, tangent in enumerate(tangents):
+        graph.placeholder(f"tangent_{i}").meta["val"] = tangent
+    graph.output(())
+    sharded = ShardedGraph(
+        name="step",
+        graph_module=module,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        output_placements=(None,) * len(outputs),
+        axes=(),
+        has_backward=True,
+    )
+    partitioned = PartitionedGraph(
+        sharded=sharded,
+        forward=module,
+        backward=fx.GraphModule(nn.Module(), graph),
+        saved_inputs=tuple(saved_inputs),
+        saved_values=saved_values,
+    )
+    captured_graph = CapturedGraph(
+        name="step", graph_module=module, inputs=tuple(inputs), outputs=tuple(outputs), output_spec=None
+    )
+    return CompiledStep(
+        partitioned=partitioned,
+        forward=forward,
+        backward=backward,
+        captured=captured_graph,
+        constants=tuple(constants),
+        report=report_of(mesh={}),
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +11,8 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.compile import Wiring, run_step
 from lightning_autoparallel.compile.backend import interpreted
-from lightning_autoparallel.contracts import (
-    CapturedGraph,
-    CompiledStep,
-    GraphInput,
-    GraphOutput,
-    PartitionedGraph,
-    ShardedGraph,
-)
-from tests.unit._graphs import report_of
+from lightning_autoparallel.contracts import GraphInput, GraphOutput
+from tests.unit._graphs import step_of
 
 
 class Watched:
@@ -61,30 +53,6 @@ def test_an_interpreted_graph_returns_an_input_and_ignores_another():
         assert (float(kept), float(negated)) == (value, -value)
 
 
-def _step(backward: Callable[[list[Tensor]], list[Tensor]], forward: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """A step of one parameter ``w`` and one saved value."""
-    module = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    inputs = (GraphInput(kind="parameter", name="w", requires_grad=True), GraphInput(kind="tangent", name="0"))
-    outputs = (GraphOutput(kind="output", name="0"), GraphOutput(kind="gradient", name="w"))
-    sharded = ShardedGraph(
-        name="step",
-        graph_module=module,
-        inputs=inputs,
-        outputs=outputs,
-        output_placements=(None, None),
-        axes=(),
-        has_backward=True,
-    )
-    return CompiledStep(
-        partitioned=PartitionedGraph(sharded=sharded, forward=module, backward=module, saved_values=1),
-        forward=forward,
-        backward=backward,
-        captured=CapturedGraph(name="step", graph_module=module, inputs=inputs, outputs=outputs, output_spec=None),
-        constants=(),
-        report=report_of(mesh={}),
-    )
-
-
 @pytest.mark.parametrize("retain", [False, True])
 def test_saved_values_belong_to_the_backward_unless_the_graph_is_retained(retain: bool):
     watched = Watched()
@@ -103,7 +71,9 @@ def test_saved_values_belong_to_the_backward_unless_the_graph_is_retained(retain
         return [gradient]
 
     w = torch.tensor(0.5, requires_grad=True)
-    step = _step(backward, forward)
+    inputs = (GraphInput(kind="parameter", name="w", requires_grad=True), GraphInput(kind="tangent", name="0"))
+    outputs = (GraphOutput(kind="output", name="0"), GraphOutput(kind="gradient", name="w"))
+    step = step_of(inputs, outputs, forward, backward, tangents=[torch.empty(())], saved_values=1)
     (loss,) = run_step(step, [w], Wiring.of(step.partitioned, [None]))
     loss.backward(retain_graph=retain)
     assert watched.seen == [["saved"] if retain else []]

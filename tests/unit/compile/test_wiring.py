@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from lightning_autoparallel.apply import ParameterLayout
 from lightning_autoparallel.compile import Wiring, run_step
-from lightning_autoparallel.compile.wiring import detached_where_given, distinct
-from lightning_autoparallel.contracts import (
-    CapturedGraph,
-    CompiledStep,
-    GraphInput,
-    GraphOutput,
-    PartitionedGraph,
-    ShardedGraph,
-)
+from lightning_autoparallel.compile.wiring import Layouts, detached_where_given, distinct
+from lightning_autoparallel.contracts import CompiledStep, GraphCallable, GraphInput, GraphOutput
 from lightning_autoparallel.mesh import ParallelMesh
-from tests.unit._graphs import report_of
+from lightning_autoparallel.torch_compat.dtensors import part_of
+from tests.unit._graphs import step_of
 
 Meshes = Callable[..., ParallelMesh]
 INPUTS = (
@@ -42,22 +35,20 @@ OUTPUTS = (
 )
 
 
-def partitioned(saved: tuple[int, ...] = ()) -> PartitionedGraph:
-    """A graph in two that has these inputs and outputs, and no calls."""
-    module, backward = fx.GraphModule(torch.nn.Module(), fx.Graph()), fx.Graph()
-    backward.placeholder("tangent").meta["val"] = torch.empty(2, 3)
-    sharded = ShardedGraph(
-        name="step",
-        graph_module=module,
-        inputs=INPUTS,
-        outputs=OUTPUTS,
-        output_placements=(None,) * 3,
-        axes=(),
-        has_backward=True,
-    )
-    backward.output(())
-    backward_module = fx.GraphModule(torch.nn.Module(), backward)
-    return PartitionedGraph(sharded=sharded, forward=module, backward=backward_module, saved_inputs=saved)
+def unused(given: list[Tensor]) -> list[Tensor]:
+    """What is not called."""
+    raise AssertionError
+
+
+def step(forward: GraphCallable = unused, saved: tuple[int, ...] = ()) -> CompiledStep:
+    """One with these inputs and outputs, of which a backward needs ``saved``."""
+    tangents, constants = [torch.empty(2, 3)], [torch.ones(1)]
+    return step_of(INPUTS, OUTPUTS, forward, unused, tangents=tangents, constants=constants, saved_inputs=saved)
+
+
+def wired(layouts: Layouts = (None,) * 4, saved: tuple[int, ...] = ()) -> Wiring:
+    """How its tensors go in and come out."""
+    return Wiring.of(step(saved=saved).partitioned, layouts)
 
 
 def uneven(mesh: ParallelMesh) -> ParameterLayout:
@@ -66,22 +57,8 @@ def uneven(mesh: ParallelMesh) -> ParameterLayout:
     return ParameterLayout(shape=(3, 3), stride=(3, 1), mesh=mesh.device_mesh, placements=(Shard(0),), axes=axes)
 
 
-def step_of(forward: Any) -> CompiledStep:
-    """A step that returns what ``forward`` does, and has no backward."""
-    graphs = partitioned()
-    captured = CapturedGraph(name="step", graph_module=graphs.forward, inputs=INPUTS, outputs=OUTPUTS, output_spec=None)
-    return CompiledStep(
-        partitioned=graphs,
-        forward=forward,
-        backward=None,
-        captured=captured,
-        constants=(torch.ones(1),),
-        report=report_of(mesh={}),
-    )
-
-
 def test_places_are_those_of_what_a_step_is_given() -> None:
-    wiring = Wiring.of(partitioned(saved=(0, 3, 4, 5)), [None] * 4)
+    wiring = wired(saved=(0, 3, 4, 5))
     assert [item.name for item in wiring.inputs] == ["w", "frozen", "count", "table"]
     assert (wiring.results, wiring.differentiable, wiring.gradients) == (2, (1,), ((0, 0),))
     assert [tangent.shape for tangent in wiring.tangents] == [(2, 3)]
@@ -95,7 +72,7 @@ def test_places_are_those_of_what_a_step_is_given() -> None:
 
 @pytest.mark.parametrize("is_part", [False, True])
 def test_the_backward_reads_buffers_as_they_were(is_part: bool) -> None:
-    wiring = Wiring.of(partitioned(saved=(0, 3, 4)), [None] * 4)
+    wiring = wired(saved=(0, 3, 4))
     tensor = torch.ones(3)
     kept = [item.kept(tensor, is_part) is tensor for item in wiring.saved]
     assert kept == [True, False, not is_part]
@@ -106,7 +83,7 @@ def test_shards_are_padded_and_gradients_are_not(rank: int, fake_mesh: Meshes) -
     layout = uneven(fake_mesh(dp_shard=2, rank=rank))
     whole, rows = replace(layout, placements=(Replicate(),)), 2 - rank
     assert (layout.pads, whole.pads) == (rank == 1, False)
-    wiring = Wiring.of(partitioned(), [layout, whole, None, None])
+    wiring = wired([layout, whole, None, None])
     shard = layout.distribute(torch.ones(rows, 3))
     given = [torch.nn.Parameter(shard), whole.distribute(torch.ones(3, 3)), torch.ones(1), torch.ones(2)]
     parts = wiring.parts(given)
@@ -121,24 +98,34 @@ def test_shards_are_padded_and_gradients_are_not(rank: int, fake_mesh: Meshes) -
 
 def test_gradients_lie_as_parts_of_parameters_do(fake_mesh: Meshes) -> None:
     layout = uneven(fake_mesh(dp_shard=2))
-    wiring = Wiring.of(partitioned(), [layout, None, None, None])
+    wiring = wired([layout, None, None, None])
     produced = torch.arange(6.0).reshape(3, 2).t()
     found = wiring.by_input([layout.distribute(torch.ones(2, 3)), None, None, None], [produced])[0]
     assert isinstance(found, DTensor) and found.to_local().stride() == (3, 1)
     assert torch.equal(found.to_local(), produced)
 
 
-def test_a_result_is_never_a_parameters_shard_itself(fake_mesh: Meshes) -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    wiring = wired()
+    with pytest.raises(AssertionError):
+        wiring.parts([torch.ones(1)] * 3)
+    with pytest.raises(AssertionError):
+        wiring.by_input([None] * 4, [])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_result_is_never_a_parameters_shard_itself(grad: bool, fake_mesh: Meshes) -> None:
     layout = uneven(fake_mesh(dp_shard=2))
-    shard = torch.nn.Parameter(layout.distribute(torch.ones(2, 3)))
-    step = step_of(lambda given: [given[2], given[0]])
-    wiring = Wiring.of(step.partitioned, [layout, None, None, None])
-    count = torch.zeros(1)
-    results = run_step(step, [shard, torch.ones(1), count, torch.ones(2)], wiring)
-    own = shard.to_local()
+    frozen = torch.nn.Parameter(layout.distribute(torch.ones(2, 3)), requires_grad=False)
+    returns = step(lambda given: [given[2], given[1]])
+    count, w = torch.zeros(1), torch.ones(1, requires_grad=True)
+    wiring = Wiring.of(returns.partitioned, [None, layout, None, None])
+    with torch.set_grad_enabled(grad):
+        results = run_step(returns, [w, frozen, count, torch.ones(2)], wiring)
+    own = part_of(frozen)
     assert results[0] is not count and results[0].data_ptr() == count.data_ptr()
-    results[1].requires_grad_()
-    assert results[1].data_ptr() == own.data_ptr() and not wiring.parts([shard])[0].requires_grad
+    assert results[1] is not own and results[1].data_ptr() == own.data_ptr()
+    assert results[1].requires_grad == grad and not own.requires_grad and own.grad_fn is None
 
 
 def test_equal_results_become_different_tensors() -> None:
