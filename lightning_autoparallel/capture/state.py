@@ -271,7 +271,9 @@ class StepState:
             NeedsNumbers: a number that the step read is one that it writes, so that each step finds another.
         """
         counted = frozenset(
-            place for place in self.reads.written_numbers() if place not in self.numbers and place in self.reads.reads
+            place.identity
+            for place in self.reads.counted_places()
+            if place.identity not in self.numbers and place.identity in self.reads.reads
         )
         if counted:
             raise NeedsNumbers(counted)

@@ -23,6 +23,7 @@ from lightning_autoparallel.capture.kept_totals import (
 )
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
+from lightning_autoparallel.capture.region_writes import RegionWrites
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.rows_of_all import check_as_on_one_rank
@@ -327,7 +328,7 @@ def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
         record_sources(request.module, state.call),
         marked_edges(request.module, request.edges),
         backwards_inside(state.backwards.around),
-        visible_checkpoint_regions(),
+        visible_checkpoint_regions(RegionWrites(request.module, state).around),
         pretend_compiling(),
         mkldnn_off(),
         unchecked_distributions(unchecked),

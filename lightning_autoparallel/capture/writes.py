@@ -118,7 +118,7 @@ class StateWrites:
 
     def kept(self, counters: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         """Of each tensor that the run wrote, and each number that it added up: line, place, and what it wrote."""
-        counted = self.reads.written_numbers()
+        counted = [place.identity for place in self.reads.counted_places()]
         for write in self._writes:
             adds = write.how == "append" or write.place.identity in counted
             for leaf in write.leaves:

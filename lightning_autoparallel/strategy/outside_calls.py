@@ -26,6 +26,7 @@ from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
+from lightning_autoparallel.torch_compat.redistributions import redistributions_told
 from lightning_autoparallel.torch_compat.scalars import numbers_read_by
 
 _OF_OPTIMIZERS = ("on_before_optimizer_step",)  # in which whole tensors meet shards as in the optimizer's own step
@@ -52,8 +53,8 @@ class OutsideCalls:
     def installed(self) -> Iterator[None]:
         """From the Trainer's setup to its teardown."""
         self._own = {id(module) for module in self._module.modules()}
-        numbers = numbers_read_by(self._whole)
-        with intercepted_calls(self._call), numbers, self._listed_norms(), around_hooks(self._hook):
+        numbers, moves = numbers_read_by(self._whole), redistributions_told(self._moved)
+        with intercepted_calls(self._call), numbers, moves, self._listed_norms(), around_hooks(self._hook):
             yield
 
     @contextlib.contextmanager
@@ -127,7 +128,12 @@ class OutsideCalls:
     def _whole(self, tensor: DTensor) -> Tensor:
         if not self._inside:
             self._meet("reads a number of a parameter or gradient", "it lies in shards")
-        return tensor.full_tensor()
+        with self.inside():
+            return tensor.full_tensor()
+
+    def _moved(self) -> None:
+        if self._hook_mode is not None and not self._inside:
+            self._meet("computes with a parameter or gradient", "it lies in shards, which are gathered for that")
 
     def _listed_norms(self) -> contextlib.AbstractContextManager[Any]:
         """``grad_norm`` makes a tensor of a list of norms, whose numbers torch reads from memory that DTensors lack."""

@@ -18,8 +18,10 @@ _WITHOUT_REENTRANT = ("_checkpoint_without_reentrant_generator", "_checkpoint_wi
 
 
 @contextlib.contextmanager
-def visible_checkpoint_regions() -> Iterator[None]:
-    """Run ``torch.utils.checkpoint`` regions plainly, their nodes annotated with a region number.
+def visible_checkpoint_regions(
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[None]:
+    """Run ``torch.utils.checkpoint`` regions plainly, in ``around()``, their nodes annotated with a region number.
 
     Left alone they vanish from a joint graph (non-reentrant: saved-tensor hooks are not traced) or raise (reentrant).
     Users import ``checkpoint`` by name, so the functions that it calls are replaced, not ``checkpoint`` itself.
@@ -28,11 +30,11 @@ def visible_checkpoint_regions() -> Iterator[None]:
 
     def run_without_reentrant(*args: Any, **kwargs: Any) -> Generator[None]:
         # The generator protocol of torch: code before the yield runs before the function, code after it after.
-        with annotate_nodes(**{REGION_KEY: next(numbers)}):
+        with annotate_nodes(**{REGION_KEY: next(numbers)}), around():
             yield
 
     def run_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        with annotate_nodes(**{REGION_KEY: next(numbers)}):
+        with annotate_nodes(**{REGION_KEY: next(numbers)}), around():
             return function(*args)
 
     with contextlib.ExitStack() as stack:

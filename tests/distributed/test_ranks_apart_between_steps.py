@@ -42,6 +42,22 @@ class AsksAlone(Sharded):
             self.net[0].weight.norm().item()
 
 
+class ComputesAlone(Sharded):
+    """Rank 0 alone computes what torch gathers shards for."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            self.net[0].weight.detach().softmax(0)
+
+
+class GathersAlone(Sharded):
+    """Rank 0 alone gathers a weight."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            self.net[0].weight.full_tensor()
+
+
 class StopsAlone(Sharded):
     """Rank 1 alone ends its training early."""
 
@@ -80,6 +96,8 @@ class OtherModule(Sharded):
     ("kind", "said"),
     [
         (AsksAlone, "test_ranks_apart_between_steps.py:"),
+        (ComputesAlone, "test_ranks_apart_between_steps.py:"),
+        (GathersAlone, "test_ranks_apart_between_steps.py:"),
         (StopsAlone, "its run's end"),
         (ValidatesLonger, "validation_step"),
         (OtherModule, "net.2.weight is (3, 10) torch.float32 on rank 0 and (4, 10) torch.float32 on rank 1"),

@@ -1,0 +1,112 @@
+"""Activation-checkpoint regions that change something, which torch runs again in the backward: it is changed twice."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.semantics.base import FORWARD, Case
+
+
+class _Norm(Case):
+    """Statistics of a batch norm are compared."""
+
+    modes = FORWARD
+    keeps: ClassVar[tuple[str, ...]] = ("norm.running_mean", "norm.num_batches_tracked")
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x.requires_grad_(self.reentrant)
+        return F.cross_entropy(self.net(checkpoint(self.norm, x, use_reentrant=self.reentrant)), y)
+
+
+class NormInRegion(_Norm):
+    """In a region of the step."""
+
+    quick = pair = True
+
+
+class NormInReentrantRegion(_Norm):
+    """In one of the older kind."""
+
+    reentrant = True
+    leaves_unused = False
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
+class NormInModulesRegion(_Norm):
+    """In one that a module of the step opens."""
+
+    names_line = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = _Checkpointed(self.norm)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(self.block(x)), y)
+
+
+class CountsInRegion(Case):
+    """A number, and a list."""
+
+    modes = FORWARD
+    keeps: ClassVar[tuple[str, ...]] = ("calls", "seen")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.net[:2](x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net[2](checkpoint(self.hidden, x, use_reentrant=False)), y)
+
+
+class AppendsInRegion(CountsInRegion):
+    """A list alone."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return self.net[:2](x)
+
+
+class KeepsInRegion(CountsInRegion):
+    """The same tensor both times, as who looks at attention keeps it; a norm that evaluates changes nothing."""
+
+    modes: ClassVar[tuple[str, ...]] = ("step",)
+    keeps: ClassVar[tuple[str, ...]] = ("last",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(())
+        self.norm = nn.BatchNorm1d(4).eval()
+
+    def on_train_epoch_start(self) -> None:
+        self.norm.eval()
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](self.norm(x))
+        self.last = hidden.detach().sum(1)
+        return hidden
