@@ -385,8 +385,9 @@ class EngineConfig:
     ``reshard_after_forward`` is True, False, or ``auto``: as is faster in a plan that is found, else True.
     ``activation_checkpointing`` is a name, ``"layer:N"``, or a function that is given a ``NodeInfo``.
     ``hardware`` is a name or a mapping, as ``cost.hardware_from`` reads them; None, like no ``ranks_per_node``, stands
-    for what is usual where the mesh runs. ``memory_budget_gib`` is what plan ``auto`` may use on a rank. ``explain`` is
-    a glob over parameters and modules: the report of the training step says why they are placed so.
+    for what is usual where the mesh runs. ``memory_budget_gib`` is what plan ``auto`` may use on a rank; with other
+    plans it warns where they take more. ``explain`` is a glob over parameters and modules: the report of the training
+    step says why they are placed so.
     """
 
     plan: PlanSpec = PlanSpec()

@@ -142,7 +142,7 @@ def fastest(contenders: Sequence[Contender], budget_bytes: float, alike: float =
     return min((one for one in timed if one[0].needed_bytes <= leanest_bytes * _AS_LEAN), key=lambda one: one[1])[0]
 
 
-def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str, ...]:
+def choice_note(contenders: Sequence[Contender], taken: Contender, budget_bytes: float) -> tuple[str, ...]:
     """What is to be said of the choice; nothing where there was none."""
     if len(contenders) < 2 or taken.forecast.time_us is None:
         return ()
@@ -152,5 +152,26 @@ def choice_note(contenders: Sequence[Contender], taken: Contender) -> tuple[str,
     texts = ", ".join("unknown" if time is None else f"{time / 1e3:.4g}" for time in times)
     return (
         f"plan auto: {len(contenders)} plans were taken through the passes, in the solver's order: {texts} ms a step "
-        f"with the optimizer{keeping}; taken is that of {taken.forecast.time_us / 1e3:.4g} ms",
+        f"with the optimizer{keeping}; taken is that of {taken.forecast.time_us / 1e3:.4g} ms"
+        f"{_left_for_memory(contenders, taken, budget_bytes)}",
     )
+
+
+def _left_for_memory(contenders: Sequence[Contender], taken: Contender, budget_bytes: float) -> str:
+    """The fastest that is faster than the one ``taken``, and had been taken with more memory to spare."""
+    faster = [each for each in contenders if not fits(each, budget_bytes) and _is_faster(each, taken)]
+    if not faster:
+        return ""
+    best = min(faster, key=lambda each: each.forecast.time_us or math.inf)
+    gib, most_gib = best.needed_bytes / 2**30, FOR_SPEED * budget_bytes / 2**30
+    time_ms = (best.forecast.time_us or math.nan) / 1e3
+    return (
+        f", as that of {time_ms:.4g} ms takes {gib:.3g} GiB of a rank, and a plan that keeps what it gathers may take "
+        f"{most_gib:.3g}, {FOR_SPEED} of its memory (reshard_after_forward=False asks for one)"
+    )
+
+
+def _is_faster(one: Contender, other: Contender) -> bool:
+    if one.weighed_us is None or other.weighed_us is None:
+        return False
+    return keeps_gathered(one.answer.document) and one.weighed_us < other.weighed_us

@@ -386,7 +386,7 @@ def _find_within(
             found.predicted_us = taken.forecast.time_us
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
-            found.notes = (*found.notes, *choice_note(contenders, taken), *contest.left_out, note)
+            found.notes = (*found.notes, *choice_note(contenders, taken, budget_bytes), *contest.left_out, note)
             return taken.forecast.step
         seen += [answer.document for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)

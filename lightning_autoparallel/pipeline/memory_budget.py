@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from lightning_autoparallel.config import EngineConfig
-from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
 from lightning_autoparallel.mesh import ParallelMesh
@@ -53,3 +53,22 @@ def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan
         return None
     usable = (found.budget_bytes - found.missing_bytes) / (1 + (hardware.reserved_share or 0.0))
     return max(int(FOR_SPEED * usable - kept_bytes(captured, plan, found.state)) - 2 * EXTRA_BYTES, 0)
+
+
+def told_of_budget(
+    captured: CapturedGraph, plan: ShardingPlan, report: PlanReport, config: EngineConfig, found: FoundPlan
+) -> str | None:
+    """What is to be said of a step whose plan was not found within ``memory_budget_gib``, and takes more."""
+    was_found = plan.found is not None or found.spec is not None
+    if config.memory_budget_gib is None or was_found or captured.local or not captured.has_backward:
+        return None
+    if report.predicted_peak_bytes is None:
+        return None
+    taken_gib = (kept_bytes(captured, plan, found.state) + report.predicted_peak_bytes) / 2**30
+    if taken_gib <= config.memory_budget_gib:
+        return None
+    return (
+        f"autoparallel: {captured.name} takes {taken_gib:.3g} GiB of a rank (predicted), of memory_budget_gib="
+        f"{config.memory_budget_gib:.3g}: plan {config.plan.name!r} is given, and is not changed for a budget, as plan "
+        "'auto' is"
+    )

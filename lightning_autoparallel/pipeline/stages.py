@@ -33,6 +33,7 @@ from lightning_autoparallel.pipeline.compiled_once import compiling_turn
 from lightning_autoparallel.pipeline.fastest_plan import RewrittenStep
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.kept_plan import policy_name
+from lightning_autoparallel.pipeline.memory_budget import told_of_budget
 from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.predict import cost_model, with_predictions
 from lightning_autoparallel.pipeline.progress import StageClock, StageProgress, stage_clock
@@ -156,8 +157,12 @@ def finish_step(
     with clock("predict"):
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
         context.found.check_memory(captured, plan, report)
-        if (told := context.found.told_of_more(captured, plan, report)) is not None:
-            context.warn_once(told)
+        for told in (
+            context.found.told_of_more(captured, plan, report),
+            told_of_budget(captured, plan, report, context.config, context.found),
+        ):
+            if told is not None:
+                context.warn_once(told)
     if context.config.explain is not None and captured.has_backward:
         with clock("explain"):
             report = replace(report, explanation=_explained(captured, plan, context, context.config.explain))

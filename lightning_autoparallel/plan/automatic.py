@@ -100,12 +100,12 @@ def find_axis(
         raise (InfeasiblePlanError(f"{why} ({error}): {_INSTEAD}") if why else error) from error
     best = leaner(all_choices, solution)
     others = other_plans(choices, all_choices, best, solution.taken) if with_others else []
-    note = _note(axis, solution) + _taken_for(unrated_dtypes(problem.graph, costs.hardware), costs.hardware)
+    assumed = _taken_for(unrated_dtypes(problem.graph, costs.hardware), costs.hardware)
     return tuple(
         FoundAxis(
-            choices=choices.chosen(taken) if fixed is None else fixed,
+            choices=chosen,
             parameters=choices.lying(taken),
-            note=note,
+            note=_note(axis, solution, all_choices.time_us(taken)) + assumed + _idle(axis, chosen),
             stays_bytes=stays_bytes(all_choices, taken),
             exposed_share=_exposed_share(all_choices, taken),
             search=Search(
@@ -117,6 +117,7 @@ def find_axis(
             ),
         )
         for taken in (best, *others)
+        for chosen in [choices.chosen(taken) if fixed is None else fixed]
     )
 
 
@@ -215,12 +216,24 @@ def _rule(prefix: str, pattern: str, placements: Mapping[str, str]) -> PlanRule:
     return PlanRule(key=prefix + pattern, kind=kind, pattern=pattern, placements=tuple(placements.items()))
 
 
-def _note(axis: PlanAxis, solution: Solution) -> str:
-    gap = (solution.time_us - solution.bound_us) / solution.time_us if solution.time_us else 0.0
+def _note(axis: PlanAxis, solution: Solution, time_us: float) -> str:
+    """What is to be said of a plan of ``time_us``, the solver's best or another."""
+    gap = (time_us - solution.bound_us) / time_us if time_us else 0.0
     return (
-        f"plan auto on {axis.name}: {solution.time_us / 1e3:.2f} ms of computing and moving on one rank (predicted), "
+        f"plan auto on {axis.name}: {time_us / 1e3:.2f} ms of computing and moving on one rank (predicted), "
         f"at most {100 * max(gap, 0.0):.2f} % above the best; {solution.columns} columns and {solution.rows} rows, "
         f"solved in {solution.seconds:.1f} s"
+    )
+
+
+def _idle(axis: PlanAxis, chosen: Mapping[fx.Node, Candidate]) -> str:
+    """What is to be said where cutting anything would take longer than to compute it on each rank."""
+    placements = (lies for each in chosen.values() for lies in (*each.inputs, *each.outputs) if lies is not None)
+    if axis.shards_batch or not all(lies.is_replicate() for lies in placements):
+        return ""
+    return (
+        f"; nothing is cut by {axis.name}, each of its {axis.size} ranks computes the same: as ranks of dp_shard they "
+        "would take rows of their own"
     )
 
 

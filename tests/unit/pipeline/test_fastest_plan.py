@@ -56,10 +56,21 @@ def test_measured_rates_tell_less_apart() -> None:
 
 def test_a_choice_is_told_with_its_times() -> None:
     several = [contender(100e3, 8.0), contender(90e3, 9.0)]
-    (note,) = choice_note(several, several[1])
+    (note,) = choice_note(several, several[1], budget_bytes=10.0)
     assert "2 plans were taken through the passes, in the solver's order: 100, 90 ms" in note
     assert note.endswith("taken is that of 90 ms")
-    assert choice_note(several[:1], several[0]) == ()
+    assert choice_note(several[:1], several[0], budget_bytes=10.0) == ()
+
+
+def test_it_is_told_that_a_faster_one_keeps_too_much_gathered() -> None:
+    gib = 2.0**30
+    slower, keeping = contender(100e3, 8 * gib), contender(90e3, 9.5 * gib)
+    answer = replace(ANSWER, document={"keeps_gathered": True})
+    several = [slower, replace(keeping, answer=answer)]
+    assert fastest(several, budget_bytes=10 * gib) is slower
+    (note,) = choice_note(several, slower, budget_bytes=10 * gib)
+    assert "as that of 90 ms takes 9.5 GiB of a rank" in note and "may take 9, 0.9 of its memory" in note
+    assert "as that of" not in choice_note(several, slower, budget_bytes=11 * gib)[0]
 
 
 def test_other_ranks_are_not_told_what_only_rank_0_can_explain() -> None:

@@ -79,3 +79,31 @@ def test_the_room_of_passes(
     hardware: Any = SimpleNamespace(reserved_share=0.1)
     room = memory_budget.room_of_passes(both, both, found, hardware)
     assert room == (None if expected_gib is None else pytest.approx(expected_gib * GIB, abs=1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "step", "is_told"),
+    [
+        ("ddp", {"memory_budget_gib": 3.9}, {}, True),
+        ("ddp", {"memory_budget_gib": 4.1}, {}, False),
+        ("ddp", {}, {}, False),
+        ("ddp", {"memory_budget_gib": 3.9}, {"has_backward": False}, False),
+        ("ddp", {"memory_budget_gib": 3.9}, {"local": True}, False),
+        ("auto", {"memory_budget_gib": 3.9}, {"found": "a spec"}, False),  # it was found within the budget, or refused
+    ],
+)
+def test_a_given_plan_that_takes_more_is_told(
+    monkeypatch: Any, plan: str, options: dict[str, Any], step: dict[str, Any], is_told: bool
+) -> None:
+    """3 GiB are kept, and 1 GiB is alive beside them at the step's peak."""
+    monkeypatch.setattr(memory_budget, "kept_bytes", lambda captured, plan, state: 3.0 * GIB)
+    both: Any = SimpleNamespace(
+        **{"name": "training_step", "local": False, "has_backward": True, "found": None, **step}
+    )
+    report: Any = SimpleNamespace(predicted_peak_bytes=GIB)
+    found: Any = SimpleNamespace(spec=None, state=None)
+    config = EngineConfig(plan=PlanSpec.parse(plan), **options)
+    told = memory_budget.told_of_budget(both, both, report, config, found)
+    assert (told is not None) == is_told
+    if told is not None:
+        assert "training_step takes 4 GiB" in told and "memory_budget_gib=3.9: plan 'ddp' is given" in told

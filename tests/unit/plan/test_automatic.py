@@ -19,7 +19,15 @@ from lightning_autoparallel.cost.optimizer import OptimizerState
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.pipeline.predict import step_update_us
-from lightning_autoparallel.plan import automatic, axis_choices, make_plan, plan_document, read_plan, restore_plan
+from lightning_autoparallel.plan import (
+    automatic,
+    axis_choices,
+    make_plan,
+    plan_document,
+    planner,
+    read_plan,
+    restore_plan,
+)
 from lightning_autoparallel.plan.automatic import first_spec
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.integer_programme import GAP, solve
@@ -177,6 +185,7 @@ def test_a_wide_perceptron_is_cut_as_megatron_does(fake_mesh) -> None:
     on_tp = {name: placement_text(placements[1]) for name, placements in plan.parameters.items()}
     assert on_tp["layers.0.up.weight"] == "S(0)"
     assert on_tp["layers.0.down.weight"] == "S(1)"
+    assert "nothing is cut" not in plan.notes[0]
 
 
 def test_latency_alone_leaves_everything_whole(fake_mesh) -> None:
@@ -185,10 +194,29 @@ def test_latency_alone_leaves_everything_whole(fake_mesh) -> None:
     plan = planned(mesh, graph, hardware={"base": "h100"})
     on_tp = {placement_text(placements[1]) for placements in plan.parameters.values()}
     assert on_tp == {"R"}
+    assert "nothing is cut by tp, each of its 2 ranks computes the same" in plan.notes[0]
     # On dp_shard what is hidden behind computing costs nothing, so that single parameters may lie in shards as well.
     rules = {"*": {"tp": "R"}, "stored:*": {"dp_shard": "R", "tp": "R"}}
     whole = planned(mesh, graph, rules, hardware={"base": "h100"})
     assert time_of(plan) == time_of(whole)
+
+
+def test_each_plan_says_how_far_from_the_best_it_is_itself(fake_mesh, monkeypatch) -> None:
+    seen: list[automatic.FoundAxis] = []
+
+    def find_axis(*arguments: Any) -> tuple[automatic.FoundAxis, ...]:
+        problem, axis, free, costs, fixed, room_bytes, _, saved = arguments
+        found = automatic.find_axis(problem, axis, free, costs, fixed, room_bytes, True, saved)
+        seen.extend(found if not axis.shards_batch else ())
+        return found[:1]
+
+    monkeypatch.setattr(planner, "find_axis", find_axis)
+    planned(fake_mesh(**MESH), captured(Blocks(2), torch.randn(8, 4, 16), shards=2), hardware=SLOW_LINKS)
+    assert len(seen) > 1
+    for each in seen:
+        time_us = each.search.problem.time_us(each.search.taken)
+        assert each.note.startswith(f"plan auto on tp: {time_us / 1e3:.2f} ms")
+        assert f"at most {100 * each.search.gap_us / time_us:.2f} % above the best" in each.note
 
 
 def test_rules_are_kept(fake_mesh) -> None:
