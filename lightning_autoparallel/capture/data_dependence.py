@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_autoparallel.capture.sources import Place, place_of
+from lightning_autoparallel.capture.sources import Place, place_in_torch, place_of
 
 
 def data_dependent(cause: BaseException, error: BaseException) -> str:
     """What the user's line reads or makes, and what would do instead; ``cause`` is torch's error behind ``error``."""
-    place = place_of(cause) or place_of(error)
+    place = place_of(cause) or place_of(error) or place_in_torch(cause)
     source, text = ("?", "") if place is None else (place.source, place.text)
     operator = str(getattr(cause, "func", ""))
     if "_local_scalar_dense" not in operator and "item" not in operator and "equal" not in operator:

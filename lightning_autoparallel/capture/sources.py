@@ -28,6 +28,7 @@ _LIBRARIES = tuple(
     for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 )
 _DISTRIBUTIONS = str(_SITE_PACKAGES / "torch" / "distributions") + os.sep
+_MODULES = str(_SITE_PACKAGES / "torch" / "nn" / "modules") + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + os.sep
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
@@ -93,6 +94,15 @@ def place_of(error: BaseException) -> Place | None:
         called_from=None if own is None else _shown(own),
         in_distributions=any(frame.filename.startswith(_DISTRIBUTIONS) for frame in below),
     )
+
+
+def place_in_torch(error: BaseException) -> Place | None:
+    """The innermost line of torch's modules: no other is there where one of them is captured by itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = next((frame for frame in reversed(frames) if frame.filename.startswith(_MODULES)), None)
+    if found is None:
+        return None
+    return Place(source=_shown(found), text=found.line or "", library="torch.nn", called_from=None)
 
 
 def _shown(frame: traceback.FrameSummary) -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import lightning_autoparallel
-from lightning_autoparallel.capture.sources import is_user_file
+from lightning_autoparallel.capture.data_dependence import data_dependent
+from lightning_autoparallel.capture.sources import is_user_file, place_of
 from lightning_autoparallel.errors import CaptureError
 from tests.unit._graphs import captured
 
@@ -76,3 +78,17 @@ def test_what_distributions_read_is_theirs():
 
     with pytest.raises(CaptureError, match=r"test_sources.py:\d+ reads a tensor's.*torch.distributions needs them"):
         captured(nn.Linear(4, 4), torch.ones(2, 4), step)
+
+
+def test_a_module_of_torchs_that_runs_by_itself_is_where_its_line_is():
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException) as raised:
+        norm = nn.BatchNorm1d(4, momentum=None)
+        norm.num_batches_tracked = torch.empty((), dtype=torch.long)
+        norm(torch.randn(2, 4))
+    error = raised.value
+    assert error.__traceback__ is not None and place_of(error) is not None
+    error.__traceback__ = error.__traceback__.tb_next  # as the module's call alone is captured
+    assert place_of(error) is None
+    said = data_dependent(error, error)
+    assert said.startswith("batchnorm.py:") and "num_batches_tracked" in said
+    assert "the line is in torch.nn" in said
