@@ -180,7 +180,13 @@ def _pinned(searched: SearchedAxis, names: Mapping[fx.Node, str]) -> Iterator[Ex
         shape = tuple(node.meta["val"].shape)
         said = (placing_rule(searched.rules, k, name, shape, a) for a in searched.axes for k in ("parameter", "stored"))
         keys = ", ".join(dict.fromkeys(f"'{rule.key}'" for rule in said if rule is not None))
-        text = f"computed {placement_text(pin)} on {searched.axis.name}"
+        stored = {
+            axis.name: dict(rule.placements)[axis.name]
+            for axis in searched.axes
+            if (rule := placing_rule(searched.rules, "stored", name, shape, axis)) is not None
+        }
+        kept = f", kept {{{', '.join(f'{axis}: {lies}' for axis, lies in stored.items())}}}" if stored else ""
+        text = f"computed {placement_text(pin)} on {searched.axis.name}{kept}"
         counted[fxn.kind_of(name), text, f"pinned by rule {keys}"] += 1
     for (kind, text, note), count in counted.items():
         yield Explained(what=kind, count=count, taken=text, note=note)

@@ -65,7 +65,8 @@ def explain_rules(captured: CapturedGraph, plan: ShardingPlan, spec: PlanSpec, p
     choices = tuple(
         Explained(what=kind, count=count, taken=kept, note=because) for (kind, kept, because), count in counted.items()
     )
-    note = f"plan {plan.name} is not searched for: rules and base place parameters"
+    said_by = "rules and base place parameters" if spec.file is None else f"{spec.file} says where parameters lie"
+    note = f"plan {plan.name} is not searched for: {said_by}"
     if calls:
         note += f", and each of {len(calls)} calls that match does what takes least time with them"
     return Explanation(pattern=pattern, choices=choices, note=note)

@@ -94,6 +94,10 @@ def search(
     errors: list[AutoParallelError] = []
 
     def try_on(mesh: MeshSpec) -> None:
+        known = next((_samples_on(mesh, other, report) for other, report in reports.items()), 0)
+        if misses := _rows(known, global_batch_size):  # without planning it
+            trials.append(MeshTrial(mesh=dict(mesh.axes), fits=False, why_not="; ".join(misses), samples=known))
+            return
         try:
             report = plan_on(mesh)
         except CaptureError:
@@ -168,13 +172,25 @@ def _reasons(
     report: PlanReport, taken: float | None, global_batch_size: int | None, budget_gib: float | None
 ) -> list[str]:
     reasons = list(_memory(taken, budget_gib, report.hardware.get("memory_bytes")))
-    samples = report.samples
-    assert samples
-    if global_batch_size is not None and samples > global_batch_size:
-        reasons.append(f"takes {samples} rows at once, more than {global_batch_size}: have fewer rows on a rank")
-    elif global_batch_size is not None and global_batch_size % samples:
-        reasons.append(f"{global_batch_size} rows are no multiple of the {samples} that it takes at once")
-    return reasons
+    assert report.samples
+    return [*reasons, *_rows(report.samples, global_batch_size)]
+
+
+def _samples_on(mesh: MeshSpec, planned: MeshSpec, report: PlanReport) -> int:
+    """Rows that a mesh takes at once, by the report of another one: each data-parallel rank takes as many."""
+    shards, known = (math.prod(size for name, size in each.axes if name.startswith("dp_")) for each in (mesh, planned))
+    return (report.samples or 0) // known * shards
+
+
+def _rows(samples: int, global_batch_size: int | None) -> list[str]:
+    """Why so many rows at once do not make up the global batch."""
+    if global_batch_size is None or samples < 1:
+        return []
+    if samples > global_batch_size:
+        return [f"takes {samples} rows at once, more than {global_batch_size}: have fewer rows on a rank"]
+    if global_batch_size % samples:
+        return [f"{global_batch_size} rows are no multiple of the {samples} that it takes at once"]
+    return []
 
 
 def _memory(taken: float | None, budget_gib: float | None, device_bytes: float | None) -> Iterator[str]:

@@ -96,6 +96,12 @@ def test_a_rule_that_rules_out_is_named(fake_mesh) -> None:
     assert "pinned by rule '*.up.weight'" in reasons
 
 
+def test_where_a_pinned_parameter_is_kept_is_said(fake_mesh) -> None:
+    rules = {"*": {"tp": "R"}, "stored:*.up.weight": {"dp_shard": "S(1)"}}
+    up = only(explained(fake_mesh(**MESH), "*.up.weight", rules))
+    assert "kept {dp_shard: S(1)" in up.taken, up
+
+
 def test_nothing_is_solved_beyond_the_cap(fake_mesh) -> None:
     explanation = explained(fake_mesh(**MESH), "layers.*.up*", most_solves=2)
     assert "cut off after 2" in explanation.note

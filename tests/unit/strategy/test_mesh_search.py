@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,6 +115,20 @@ def test_a_global_batch_is_reached_by_whole_micro_batches() -> None:
     assert dict(report.mesh) == {"dp_shard": 2, "tp": 4}
     reasons = {trial.samples: trial.why_not for trial in report.meshes if not trial.fits}
     assert "more than 24" in reasons[32] and "no multiple of the 16" in reasons[16]
+
+
+def test_a_mesh_that_misses_the_global_batch_is_not_planned() -> None:
+    """Each data-parallel rank takes as many rows as on the first mesh."""
+    report, asked = planned({"dp_shard": 8}, plan="auto"), []
+
+    def plan_on(mesh: MeshSpec) -> PlanReport:
+        asked.append(dict(mesh.axes))
+        return replace(report, samples=4 * dict(mesh.axes)["dp_shard"])
+
+    candidates = [MeshSpec(axes=(("dp_shard", 8 // tp), ("tp", tp))) for tp in (1, 2, 4)]
+    found = search(candidates, plan_on, global_batch_size=24, budget_gib=None)
+    assert asked == [{"dp_shard": 8, "tp": 1}, {"dp_shard": 2, "tp": 4}]
+    assert {trial.samples: trial.fits for trial in found.meshes or ()} == {32: False, 16: False, 8: True}
 
 
 def test_micro_batches_of_a_global_batch_add_up() -> None:
