@@ -155,8 +155,8 @@ class StateReads:
                 self.written[place.identity] = Written(place=place, before=before, line=line, value=now, is_undone=True)
                 place.write(before)
 
-    def counted_places(self) -> list[Place]:
-        """Where the run found a number and left a value."""
+    def written_numbers(self) -> list[Any]:
+        """Identities of places where the run found a number and left a value."""
         entries = [
             container.place_of(key)
             for container, _ in self.changed.values()
@@ -164,7 +164,7 @@ class StateReads:
             for key in container.written
         ]
         attributes = [written.place for written in self.written.values() if is_number(written.before)]
-        return [place for place in (*attributes, *entries) if place.identity in self._number_reads]
+        return [place.identity for place in (*attributes, *entries) if place.identity in self._number_reads]
 
     def undo_writes(self) -> None:
         """Attributes that the run assigned are as they were before it."""

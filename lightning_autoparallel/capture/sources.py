@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ _LIBRARIES = tuple(
     str(_SITE_PACKAGES / name) + os.sep
     for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 )
+_TORCH = str(_SITE_PACKAGES / "torch") + os.sep
 _DISTRIBUTIONS = str(_SITE_PACKAGES / "torch" / "distributions") + os.sep
 _MODULES = str(_SITE_PACKAGES / "torch" / "nn" / "modules") + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + os.sep
@@ -62,6 +63,20 @@ def user_line(frame: FrameType | None = None) -> str:
             return f"{os.path.basename(filename)}:{current.f_lineno}"
         current = current.f_back
     return "?"
+
+
+def is_asked_by_user(passing_on: Collection[str]) -> bool:
+    """Whether what torch does now the user's code has it do, past files of the engine that are ``passing_on`` calls."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None:
+        filename = current.f_code.co_filename
+        if is_user_file(filename):
+            return True
+        is_between = filename.startswith((_TORCH, _STANDARD_LIBRARY, "<")) or filename in passing_on
+        if not is_between or (_is_installed(filename) and not filename.startswith(_TORCH)):
+            return False
+        current = current.f_back
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,6 +254,11 @@ class StepState:
         """How many numbers the run has fed and places it has written so far."""
         return self.watcher.uses + self.reads.writes() + self.messages.count()
 
+    @property
+    def changes_anything(self) -> bool:
+        """Whether each step has something to write, or to say, besides what its graph returns."""
+        return self.writes.has_any or bool(self.messages.count())
+
     def note_changes(self, inputs: Sequence[Tensor]) -> None:
         """After a run: where it changed which of its ``inputs`` in place, by position."""
         lines = ((i, self._changed_at.get(id(tensor))) for i, tensor in enumerate(inputs))
@@ -271,9 +276,7 @@ class StepState:
             NeedsNumbers: a number that the step read is one that it writes, so that each step finds another.
         """
         counted = frozenset(
-            place.identity
-            for place in self.reads.counted_places()
-            if place.identity not in self.numbers and place.identity in self.reads.reads
+            place for place in self.reads.written_numbers() if place not in self.numbers and place in self.reads.reads
         )
         if counted:
             raise NeedsNumbers(counted)

@@ -23,7 +23,7 @@ from lightning_autoparallel.capture.kept_totals import (
 )
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, stand_in_for_leaf
 from lightning_autoparallel.capture.normalize import normalize_graph
-from lightning_autoparallel.capture.region_writes import RegionWrites
+from lightning_autoparallel.capture.region_writes import RegionWrites, check_whole_calls
 from lightning_autoparallel.capture.repeats import repeated_blocks
 from lightning_autoparallel.capture.row_results import Shapes, batch_dims_of
 from lightning_autoparallel.capture.rows_of_all import check_as_on_one_rank
@@ -282,11 +282,14 @@ def _capture(request: StepRequest) -> CapturedGraph:
     if request.local:
         check_constants(request.name, constants.values())
     inputs = _inputs(request, export, tuple(constants))
+    outputs = _outputs(export, step, inputs, step.batch_dims)
+    if request.local:
+        check_whole_calls(request.name, outputs, step.state)
     return CapturedGraph(
         name=request.name,
         graph_module=graph_module,
         inputs=inputs,
-        outputs=_outputs(export, step, inputs, step.batch_dims),
+        outputs=outputs,
         output_spec=step.output_spec,  # type: ignore[arg-type]
         static_outputs=dict(step.static_outputs),
         constants=constants,

@@ -52,6 +52,11 @@ class StateWrites:
     _writes: list[_Write] = field(default_factory=list)
     _leaves: tuple[int, ...] = ()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether the run has written anything."""
+        return bool(self._writes or self._leaves)
+
     def collect(self, leaves: Mapping[int, Tensor]) -> None:
         """Note what the run has written; ``leaves`` are the tensors of the batch that it changed, by position.
 
@@ -118,7 +123,7 @@ class StateWrites:
 
     def kept(self, counters: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         """Of each tensor that the run wrote, and each number that it added up: line, place, and what it wrote."""
-        counted = [place.identity for place in self.reads.counted_places()]
+        counted = self.reads.written_numbers()
         for write in self._writes:
             adds = write.how == "append" or write.place.identity in counted
             for leaf in write.leaves:

@@ -36,24 +36,19 @@ def run_step(
     wiring: Wiring,
     again: Again | None = None,
     backwards: Backwards | None = None,
-    written: Callable[[list[Tensor]], None] | None = None,
 ) -> list[Tensor]:
     """The step's outputs that are no gradients, in order; differentiable ones carry a graph to the parameters.
 
     ``inputs`` are the graph's inputs without constants and tangents, parameters as they are in the module. ``wiring``
     is that of the step. ``again`` computes the results under autograd, where their gradients are to be differentiated
-    again. ``backwards`` is asked where some ranks may have none. ``written`` is given the outputs before autograd keeps
-    anything of the step, where a checkpoint region that runs again may end.
+    again. ``backwards`` is asked where some ranks may have none.
     """
     if step.backward is None or not torch.is_grad_enabled():
         everything = [*wiring.parts(inputs), *step.constants]
         given = set(map(id, everything))
         with _autocast_off(everything):
-            results = list(step.forward(everything))[: wiring.results]
-        if written is not None:
-            written(results)
-        return detached_where_given(results, given)
-    return list(_StepFunction.apply(step, wiring, again, backwards, written, *inputs))  # type: ignore[no-untyped-call]
+            return detached_where_given(list(step.forward(everything))[: wiring.results], given)
+    return list(_StepFunction.apply(step, wiring, again, backwards, *inputs))  # type: ignore[no-untyped-call]
 
 
 def forward_again(step: CompiledStep, inputs: Sequence[Tensor], wiring: Wiring) -> None:
@@ -78,7 +73,6 @@ class _StepFunction(torch.autograd.Function):
         wiring: Wiring,
         again: Again | None,
         backwards: Backwards | None,
-        written: Callable[[list[Tensor]], None] | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         everything = [*wiring.parts(inputs), *step.constants]
@@ -86,8 +80,6 @@ class _StepFunction(torch.autograd.Function):
         saved = [item.kept(everything[item.place], is_part) for item in wiring.saved]
         with _autocast_off(everything):  # the forward empties its list: what is read for the last time is freed there
             produced = list(step.forward(everything))
-        if written is not None:
-            written(produced[: wiring.results])
         saved += produced[wiring.results :]
         results = distinct(detached_where_given(produced[: wiring.results], given))
         results = [_no_view(result, saved) for result in results]
@@ -114,7 +106,7 @@ class _StepFunction(torch.autograd.Function):
         return *_NO_TENSORS, *ctx.backwards.reach(ctx.number, given, partial(_run_backward, ctx, gradients))
 
 
-_NO_TENSORS = (None,) * 5  # the first arguments of _StepFunction.forward
+_NO_TENSORS = (None,) * 4  # the first arguments of _StepFunction.forward
 
 
 def _run_backward(

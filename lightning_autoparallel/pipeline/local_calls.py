@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autoparallel.contracts import CapturedGraph, PassedOn
+from lightning_autoparallel.torch_compat.regions import saving_is_hooked
 from lightning_autoparallel.torch_compat.tree import tree_flatten
 
 
@@ -23,7 +24,8 @@ def records_gradients(owner: nn.Module, arguments: Sequence[Any]) -> bool:
 def call_state(owner: nn.Module, training: bool, device: torch.device) -> Any:
     """What besides the arguments changes the graph.
 
-    Modes, frozen parameters, names in each submodule that hold a tensor now, whether autograd records, autocast.
+    Modes, frozen parameters, names in each submodule that hold a tensor now, whether autograd records, autocast, and
+    whether a checkpoint region is open.
     """
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -34,6 +36,7 @@ def call_state(owner: nn.Module, training: bool, device: torch.device) -> Any:
         tuple(parameter.requires_grad for parameter in owner.parameters()),
         training,
         autocast,
+        saving_is_hooked(),
     )
 
 

@@ -26,7 +26,7 @@ from lightning_autoparallel.errors import (
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.synced_norms import SyncedNorms
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
-from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls, is_transformed
+from lightning_autoparallel.torch_compat.interception import Original, inside_of, intercepted_calls, is_transformed
 
 # What says that one call cannot be captured; other errors are the user's to mend. A pass that leaves a broken graph is
 # at fault itself: training goes on without it, and the warning names it.
@@ -117,7 +117,8 @@ class ModuleCalls:
             return self._synced_norm(self._norms, original, module, args, kwargs)
         known = self._paths.get(id(module))
         if self._inside or known is None or known[0] in self._eager:
-            return original(module, *args, **kwargs)
+            with self._whole():
+                return original(module, *args, **kwargs)
         path = known[0]
         if is_transformed() or not all(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return self._run_eagerly(original, module, args, kwargs)  # torch.func puts other tensors into it
@@ -149,8 +150,14 @@ class ModuleCalls:
         return result.output
 
     def _run_eagerly(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.eager():
+        with self.eager(), self._whole():
             return original(module, *args, **kwargs)
+
+    def _whole(self) -> contextlib.AbstractContextManager[Any]:
+        """Own code sees whole parameters, also where torch runs a checkpoint region again: in a backward, which their
+        mode has called.
+        """
+        return contextlib.nullcontext() if self._captures else inside_of(self.parameters)
 
     def _say(self, path: str, message: str) -> None:
         """Once for each module."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from lightning_autoparallel.contracts import PassedOn
 from lightning_autoparallel.pipeline.agreed_calls import Agreement
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
-from lightning_autoparallel.pipeline.results import take_apart, with_statics, write_buffers
+from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.pipeline.step_calls import Around, StepCall, StepResult, Variant, static_leaves
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
 
@@ -56,12 +55,9 @@ class ReadyStep:
         inputs = [*parameters, *buffers.values(), *given]
         with self._agreeing(), self.engine.seeded(self.variant.step, self.call.local), around():
             step, wiring = self.variant.at_this_step(), self.variant.wiring
-            write = partial(write_buffers, self.variant.step.captured, buffers)
-            written = write if self.call.local else None  # else ranks may yet differ
-            results = run_step(step, inputs, wiring, self._again(), self._backwards, written)
-        outputs, effects = take_apart(self.variant.step.captured, results)
+            results = run_step(step, inputs, wiring, self._again(), self._backwards)
+        outputs, effects = take_apart(self.variant.step.captured, results, buffers)
         if not self.call.local:
-            write(results)
             self.engine.ahead.ran(self.variant, inputs, len(given))
             self.engine.buffers.write(buffers, self.variant.written_buffers)
         logged = len(effects) - len(state.writes.tensors)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_autoparallel.contracts import CapturedGraph, GraphOutput
+from lightning_autoparallel.contracts import CapturedGraph
 
 
 class Results(NamedTuple):
@@ -17,27 +17,19 @@ class Results(NamedTuple):
     effects: list[Tensor]
 
 
-def write_buffers(captured: CapturedGraph, buffers: Mapping[str, Tensor], results: Sequence[Tensor]) -> None:
-    """Copy new values of buffers into ``buffers``; ``results`` are all but gradients, in order."""
-    for item, result in zip(_items(captured), results, strict=True):
-        if item.kind == "buffer":
-            buffers[item.name].copy_(result)
-
-
-def take_apart(captured: CapturedGraph, results: Sequence[Tensor]) -> Results:
-    """Sort ``results``, which are all but gradients, in order."""
+def take_apart(captured: CapturedGraph, results: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> Results:
+    """Copy new values of buffers into ``buffers`` and sort the rest; ``results`` are all but gradients, in order."""
+    items = [item for item in captured.outputs if item.kind != "gradient"]
     outputs: dict[int, Tensor] = {}
     effects: list[Tensor] = []
-    for item, result in zip(_items(captured), results, strict=True):
-        if item.kind == "log":
+    for item, result in zip(items, results, strict=True):
+        if item.kind == "buffer":
+            buffers[item.name].copy_(result)
+        elif item.kind == "log":
             effects.append(result)
-        elif item.kind != "buffer":
+        else:
             outputs[int(item.name)] = result
     return Results([outputs[position] for position in sorted(outputs)], effects)
-
-
-def _items(captured: CapturedGraph) -> list[GraphOutput]:
-    return [item for item in captured.outputs if item.kind != "gradient"]
 
 
 def with_statics(outputs: Sequence[Any], statics: Mapping[int, Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from lightning_autoparallel.capture import flatten_batch
 from lightning_autoparallel.compile import Wiring, retraceable, run_step
 from lightning_autoparallel.errors import AutoParallelError, ConfigError
 from lightning_autoparallel.pipeline.engine import PreparedStep, StepCall, StepEngine
-from lightning_autoparallel.pipeline.results import take_apart, with_statics, write_buffers
+from lightning_autoparallel.pipeline.results import take_apart, with_statics
 from lightning_autoparallel.torch_compat.dynamo import TracedConfigError, is_functionalizing
 from lightning_autoparallel.torch_compat.tracing import active_fake_mode
 from lightning_autoparallel.torch_compat.tree import tree_unflatten
@@ -136,8 +136,7 @@ def _node(call: TracedCall, prepared: PreparedStep) -> Any:
         # A backend that runs Dynamo's graph as it is comes here at every real call.
         with call.around(batch) if active_fake_mode() is None else contextlib.nullcontext():
             results = run_step(given, [*parameters, *buffers, *batch], wiring)
-        write_buffers(step.captured, dict(zip(buffer_names, buffers, strict=True)), results)
-        return take_apart(step.captured, results).outputs
+        return take_apart(step.captured, results, dict(zip(buffer_names, buffers, strict=True))).outputs
 
     return parallel_step
 

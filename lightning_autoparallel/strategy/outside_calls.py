@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,19 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autoparallel.capture.sources import user_line
+from lightning_autoparallel.capture.sources import is_asked_by_user, user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.lightning_compat import LightningModule, grad_norm
 from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
+from lightning_autoparallel.strategy import mixed_operands, shard_operators
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
+from lightning_autoparallel.torch_compat import redistributions
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
 from lightning_autoparallel.torch_compat.redistributions import redistributions_told
 from lightning_autoparallel.torch_compat.scalars import numbers_read_by
 
+_PASSING_ON = {__file__, *(str(each.__file__) for each in (redistributions, mixed_operands, shard_operators))}
 _OF_OPTIMIZERS = ("on_before_optimizer_step",)  # in which whole tensors meet shards as in the optimizer's own step
 
 
@@ -47,12 +51,14 @@ class OutsideCalls:
         context.own_writes.clear()  # what an earlier training wrote nobody will compare
         self._own: set[int] = set()
         self._inside = False
+        self._thread = get_ident()
         self._hook_mode: MixedOperands | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """From the Trainer's setup to its teardown."""
         self._own = {id(module) for module in self._module.modules()}
+        self._thread = get_ident()
         numbers, moves = numbers_read_by(self._whole), redistributions_told(self._moved)
         with intercepted_calls(self._call), numbers, moves, self._listed_norms(), around_hooks(self._hook):
             yield
@@ -132,8 +138,9 @@ class OutsideCalls:
             return tensor.full_tensor()
 
     def _moved(self) -> None:
-        if self._hook_mode is not None and not self._inside:
-            self._meet("computes with a parameter or gradient", "it lies in shards, which are gathered for that")
+        """The engine's own code knows that ranks share what it looks at; Lightning's and torch's is called by all."""
+        if not self._inside and get_ident() == self._thread and is_asked_by_user(_PASSING_ON):
+            self._meet("has torch gather or move a parameter or gradient", "it lies in shards")
 
     def _listed_norms(self) -> contextlib.AbstractContextManager[Any]:
         """``grad_norm`` makes a tensor of a list of norms, whose numbers torch reads from memory that DTensors lack."""

@@ -36,6 +36,11 @@ def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
+def inside_of(mode: TorchFunctionMode) -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch functions ask the ``mode``, also in a function that itself was called by it."""
+    return contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode
+
+
 @contextlib.contextmanager
 def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
     """Inside, the open ``mode`` is not asked; those that were opened in it are."""

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
 
 _NAME = "redistribute_local_tensor"
 _CALLERS = (_api, _dispatch, _redistribute)
@@ -33,6 +35,18 @@ def redistributions_told(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _moves(current: DTensorSpec, target: DTensorSpec) -> bool:
-    """Copies are cut without a word to others."""
+    """Copies are cut without a word to others, unless what they are cut by is undone for it."""
+    mesh = current.mesh
+    if mesh.size() < dist.get_world_size():
+        return False  # other ranks have no part in it
     pairs = zip(current.placements, target.placements, strict=True)
-    return any(before != after and not before.is_replicate() for before, after in pairs)
+    changes = [(before, after) for i, (before, after) in enumerate(pairs) if before != after and mesh.size(i) > 1]
+    if any(not before.is_replicate() for before, _ in changes):
+        return True
+    cut = {_dim_of(placement) for placement in current.placements if not placement.is_replicate()}
+    return any(_dim_of(after) in cut for _, after in changes)
+
+
+def _dim_of(placement: Placement) -> int | None:
+    """The dim that a placement cuts; None for others."""
+    return getattr(placement, "dim", None)

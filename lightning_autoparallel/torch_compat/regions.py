@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from lightning_autoparallel.torch_compat.tracing import annotate_nodes
@@ -43,3 +44,11 @@ def visible_checkpoint_regions(
                 stack.enter_context(mock.patch.object(torch_checkpoint, name, run_without_reentrant))
         stack.enter_context(mock.patch.object(torch_checkpoint.CheckpointFunction, "apply", run_reentrant))
         yield
+
+
+def saving_is_hooked() -> bool:
+    """Whether somebody takes what autograd saves: a region without reentry does, in both of its runs.
+
+    Its second run ends with the last tensor that was saved, in the middle of whatever saves it.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

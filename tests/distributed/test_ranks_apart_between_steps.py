@@ -30,6 +30,9 @@ from tests.support.worlds import Worlds
 SECONDS = 60  # a group's timeout is far longer
 
 
+MOVES = "has torch gather or move a parameter or gradient"
+
+
 class Sharded(Net):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
 
@@ -56,6 +59,22 @@ class GathersAlone(Sharded):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == 0:
             self.net[0].weight.full_tensor()
+
+
+class GathersGradientAlone(Sharded):
+    """The same of a gradient, before it is used."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 1 and self.global_rank == 0:
+            self.net[0].weight.grad.full_tensor()
+
+
+class GathersClippingAlone(Sharded):
+    """The same where gradients are clipped."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if self.global_step == 1 and self.global_rank == 0:
+            self.net[0].weight.grad.full_tensor()
 
 
 class StopsAlone(Sharded):
@@ -96,8 +115,10 @@ class OtherModule(Sharded):
     ("kind", "said"),
     [
         (AsksAlone, "test_ranks_apart_between_steps.py:"),
-        (ComputesAlone, "test_ranks_apart_between_steps.py:"),
-        (GathersAlone, "test_ranks_apart_between_steps.py:"),
+        (ComputesAlone, MOVES),
+        (GathersAlone, MOVES),
+        (GathersGradientAlone, MOVES),
+        (GathersClippingAlone, MOVES),
         (StopsAlone, "its run's end"),
         (ValidatesLonger, "validation_step"),
         (OtherModule, "net.2.weight is (3, 10) torch.float32 on rank 0 and (4, 10) torch.float32 on rank 1"),

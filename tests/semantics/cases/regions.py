@@ -65,6 +65,37 @@ class NormInModulesRegion(_Norm):
         return F.cross_entropy(self.net(self.block(x)), y)
 
 
+class _Observed(nn.Module):
+    """Keeps a sum of what it has computed, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.linear(x).tanh()
+        self.sums.add_(hidden.detach().sum(0))
+        return hidden
+
+
+class ObservedInRegion(Case):
+    """What comes behind the last tensor that is saved, torch's second run leaves out."""
+
+    modes = FORWARD
+    keeps: ClassVar[tuple[str, ...]] = ("observed.sums", "observed.calls")
+    quick = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed = _Observed()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(checkpoint(self.observed, x, use_reentrant=False)), y)
+
+
 class CountsInRegion(Case):
     """A number, and a list."""
 
@@ -90,6 +121,39 @@ class AppendsInRegion(CountsInRegion):
     def hidden(self, x: Tensor) -> Tensor:
         self.seen.append(1)
         return self.net[:2](x)
+
+
+class CountsTwice(CountsInRegion):
+    """Before the region, too."""
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+class AddsUpInRegion(CountsInRegion):
+    """Tensors that are no buffers, as an attribute and as an entry."""
+
+    keeps: ClassVar[tuple[str, ...]] = ("total", "totals")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.totals = torch.zeros(()), {"all": torch.zeros(())}
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        self.add(hidden.detach().sum())
+        return hidden * 1.0
+
+    def add(self, value: Tensor) -> None:
+        self.total = self.total + value
+
+
+class AddsUpEntriesInRegion(AddsUpInRegion):
+    """In a dict alone."""
+
+    def add(self, value: Tensor) -> None:
+        self.totals["all"] = self.totals["all"] + value
 
 
 class KeepsInRegion(CountsInRegion):
