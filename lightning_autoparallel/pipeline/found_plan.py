@@ -154,20 +154,6 @@ class FoundPlan:
         error.taken_bytes = taken_bytes
         raise error
 
-    def told_of_more(self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport) -> str | None:
-        """What is to be said of a step that came after the plan was found, where it takes more than a rank may use."""
-        came_later = self.spec is not None and plan.found is None and captured.has_backward and not captured.local
-        if not came_later or report.predicted_peak_bytes is None:
-            return None
-        taken_bytes = kept_bytes(captured, plan, _of_more(self.state, captured)) + report.predicted_peak_bytes
-        if taken_bytes <= self.budget_bytes:
-            return None
-        return (
-            f"autoparallel: {captured.name} takes {taken_bytes / 2**30:.3g} GiB of a rank as it is now, of "
-            f"{self.budget_bytes / 2**30:.3g} that it may use: other parameters are trained than when plan 'auto' was "
-            "found, or batches are larger. A plan is found once in a training; one that begins so is planned for it"
-        )
-
     def reopen(self, over: OverBudgetError) -> None:
         """Another plan is to be found, that leaves what passes took of this one.
 
@@ -442,15 +428,6 @@ def _take(
 
 def _hold(found: FoundPlan, answer: Answer) -> None:
     found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
-
-
-def _of_more(state: OptimizerState, captured: CapturedGraph) -> OptimizerState:
-    """With what optimizers will keep of parameters that were frozen when they were asked: as much as of any other."""
-    if state.per_byte is None:
-        return state
-    most = max(state.per_byte.values(), default=0.0)
-    trained = [item.name for item in captured.outputs if item.is_parameter_gradient]
-    return replace(state, per_byte={**state.per_byte, **{name: state.of(name) or most for name in trained}})
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_autoparallel.config import EngineConfig
 from lightning_autoparallel.contracts import CapturedGraph, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
+from lightning_autoparallel.cost.optimizer import OptimizerState
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.passes import EXTRA_BYTES
 from lightning_autoparallel.pipeline.agreement import ControlGroup
@@ -58,17 +60,33 @@ def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan
 def told_of_budget(
     captured: CapturedGraph, plan: ShardingPlan, report: PlanReport, config: EngineConfig, found: FoundPlan
 ) -> str | None:
-    """What is to be said of a step whose plan was not found within ``memory_budget_gib``, and takes more."""
-    was_found = plan.found is not None or found.spec is not None
-    if config.memory_budget_gib is None or was_found or captured.local or not captured.has_backward:
+    """What is to be said of a step that takes more than a rank may use, by a plan that was not found for it.
+
+    Either its plan was given, or the step came after one was found.
+    """
+    if captured.local or not captured.has_backward or plan.found is not None or report.predicted_peak_bytes is None:
         return None
-    if report.predicted_peak_bytes is None:
-        return None
-    taken_gib = (kept_bytes(captured, plan, found.state) + report.predicted_peak_bytes) / 2**30
-    if taken_gib <= config.memory_budget_gib:
+    state, budget_bytes = found.state, (config.memory_budget_gib or math.inf) * 2**30
+    why = f"plan {config.plan.name!r} is given, and is not changed for memory_budget_gib, as plan 'auto' is"
+    if found.spec is not None:
+        state, budget_bytes = _of_more(found.state, captured), found.budget_bytes
+        why = (
+            "other parameters are trained than when plan 'auto' was found, or batches are larger. A plan is found once "
+            "in a training; one that begins so is planned for it"
+        )
+    taken_bytes = kept_bytes(captured, plan, state) + report.predicted_peak_bytes
+    if taken_bytes <= budget_bytes:
         return None
     return (
-        f"autoparallel: {captured.name} takes {taken_gib:.3g} GiB of a rank (predicted), of memory_budget_gib="
-        f"{config.memory_budget_gib:.3g}: plan {config.plan.name!r} is given, and is not changed for a budget, as plan "
-        "'auto' is"
+        f"autoparallel: {captured.name} takes (predicted) {taken_bytes / 2**30:.3g} GiB of a rank as it is now, of "
+        f"{budget_bytes / 2**30:.3g} that it may use: {why}"
     )
+
+
+def _of_more(state: OptimizerState, captured: CapturedGraph) -> OptimizerState:
+    """With what optimizers will keep of parameters that were frozen when they were asked: as much as of any other."""
+    if state.per_byte is None:
+        return state
+    most = max(state.per_byte.values(), default=0.0)
+    trained = [item.name for item in captured.outputs if item.is_parameter_gradient]
+    return replace(state, per_byte={**state.per_byte, **{name: state.of(name) or most for name in trained}})

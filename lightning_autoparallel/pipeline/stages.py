@@ -157,12 +157,8 @@ def finish_step(
     with clock("predict"):
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
         context.found.check_memory(captured, plan, report)
-        for told in (
-            context.found.told_of_more(captured, plan, report),
-            told_of_budget(captured, plan, report, context.config, context.found),
-        ):
-            if told is not None:
-                context.warn_once(told)
+        if (told := told_of_budget(captured, plan, report, context.config, context.found)) is not None:
+            context.warn_once(told)
     if context.config.explain is not None and captured.has_backward:
         with clock("explain"):
             report = replace(report, explanation=_explained(captured, plan, context, context.config.explain))

@@ -106,4 +106,15 @@ def test_a_given_plan_that_takes_more_is_told(
     told = memory_budget.told_of_budget(both, both, report, config, found)
     assert (told is not None) == is_told
     if told is not None:
-        assert "training_step takes 4 GiB" in told and "memory_budget_gib=3.9: plan 'ddp' is given" in told
+        assert "training_step takes (predicted) 4 GiB" in told and "of 3.9 that it may use: plan 'ddp' is given" in told
+
+
+def test_a_step_that_came_after_the_plan_was_found_is_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(memory_budget, "kept_bytes", lambda captured, plan, state: 3.0 * GIB)
+    both: Any = SimpleNamespace(name="training_step", local=False, has_backward=True, found=None)
+    report: Any = SimpleNamespace(predicted_peak_bytes=GIB)
+    found: Any = SimpleNamespace(spec="a spec", state=SimpleNamespace(per_byte=None), budget_bytes=3.9 * GIB)
+    told = memory_budget.told_of_budget(both, both, report, EngineConfig(plan=PlanSpec.parse("auto")), found)
+    assert told is not None and "of 3.9 that it may use: other parameters are trained" in told
+    found.budget_bytes = 4.1 * GIB
+    assert memory_budget.told_of_budget(both, both, report, EngineConfig(plan=PlanSpec.parse("auto")), found) is None
