@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_autoparallel.config import EngineConfig
+from lightning_autoparallel.config import AUTO, EngineConfig
 from lightning_autoparallel.contracts import CapturedGraph, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.cost.detect import memory_of, unlisted_gpu
@@ -68,6 +68,8 @@ def told_of_budget(
         return None
     state, budget_bytes = found.state, (config.memory_budget_gib or math.inf) * 2**30
     why = f"plan {config.plan.name!r} is given, and is not changed for memory_budget_gib, as plan 'auto' is"
+    if config.plan.base == AUTO and config.plan.file is None:
+        why = "plan 'auto' was not found"
     if found.spec is not None:
         state, budget_bytes = _of_more(found.state, captured), found.budget_bytes
         why = (

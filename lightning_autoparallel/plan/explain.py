@@ -178,14 +178,12 @@ def _pinned(searched: SearchedAxis, names: Mapping[fx.Node, str]) -> Iterator[Ex
     for node, name in names.items():
         pin = searched.search.choices.axis.pins[node]
         shape = tuple(node.meta["val"].shape)
-        said = (placing_rule(searched.rules, k, name, shape, a) for a in searched.axes for k in ("parameter", "stored"))
-        keys = ", ".join(dict.fromkeys(f"'{rule.key}'" for rule in said if rule is not None))
-        stored = {
-            axis.name: dict(rule.placements)[axis.name]
-            for axis in searched.axes
-            if (rule := placing_rule(searched.rules, "stored", name, shape, axis)) is not None
-        }
-        kept = f", kept {{{', '.join(f'{axis}: {lies}' for axis, lies in stored.items())}}}" if stored else ""
+        kinds = ("parameter", "stored")
+        said = [(a.name, placing_rule(searched.rules, k, name, shape, a)) for a in searched.axes for k in kinds]
+        rules = [(axis, rule) for axis, rule in said if rule is not None]
+        keys = ", ".join(dict.fromkeys(f"'{rule.key}'" for _, rule in rules))
+        stored = ", ".join(f"{axis}: {dict(r.placements)[axis]}" for axis, r in rules if r.kind == "stored")
+        kept = f", kept {{{stored}}}" if stored else ""
         text = f"computed {placement_text(pin)} on {searched.axis.name}{kept}"
         counted[fxn.kind_of(name), text, f"pinned by rule {keys}"] += 1
     for (kind, text, note), count in counted.items():

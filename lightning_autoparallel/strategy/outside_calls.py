@@ -58,7 +58,6 @@ class OutsideCalls:
     def installed(self) -> Iterator[None]:
         """From the Trainer's setup to its teardown."""
         self._own = {id(module) for module in self._module.modules()}
-        self._thread = get_ident()
         numbers, moves = numbers_read_by(self._whole), redistributions_told(self._moved)
         with intercepted_calls(self._call), numbers, moves, self._listed_norms(), around_hooks(self._hook):
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -43,10 +43,10 @@ def _moves(current: DTensorSpec, target: DTensorSpec) -> bool:
     changes = [(before, after) for i, (before, after) in enumerate(pairs) if before != after and mesh.size(i) > 1]
     if any(not before.is_replicate() for before, _ in changes):
         return True
-    cut = {_dim_of(placement) for placement in current.placements if not placement.is_replicate()}
-    return any(_dim_of(after) in cut for _, after in changes)
+    cut = _dims(current.placements)
+    return not cut.isdisjoint(_dims(after for _, after in changes))
 
 
-def _dim_of(placement: Placement) -> int | None:
-    """The dim that a placement cuts; None for others."""
-    return getattr(placement, "dim", None)
+def _dims(placements: Iterable[Placement]) -> set[int]:
+    """Those that any of them cuts."""
+    return {placement.dim for placement in placements if hasattr(placement, "dim")}

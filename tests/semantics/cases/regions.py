@@ -96,8 +96,16 @@ class ObservedInRegion(Case):
         return F.cross_entropy(self.net(checkpoint(self.observed, x, use_reentrant=False)), y)
 
 
+class ObservedTwice(ObservedInRegion):
+    """Out of a region, where its module is captured, and in one, on what lies alike."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((self.observed(self.observed(x)), y), batch_idx)
+
+
 class CountsInRegion(Case):
-    """A number, and a list."""
+    """A number."""
 
     modes = FORWARD
     keeps: ClassVar[tuple[str, ...]] = ("calls", "seen")
@@ -116,7 +124,7 @@ class CountsInRegion(Case):
 
 
 class AppendsInRegion(CountsInRegion):
-    """A list alone."""
+    """A list."""
 
     def hidden(self, x: Tensor) -> Tensor:
         self.seen.append(1)
@@ -132,7 +140,7 @@ class CountsTwice(CountsInRegion):
 
 
 class AddsUpInRegion(CountsInRegion):
-    """Tensors that are no buffers, as an attribute and as an entry."""
+    """A tensor that is no buffer, as an attribute."""
 
     keeps: ClassVar[tuple[str, ...]] = ("total", "totals")
 
@@ -150,7 +158,7 @@ class AddsUpInRegion(CountsInRegion):
 
 
 class AddsUpEntriesInRegion(AddsUpInRegion):
-    """In a dict alone."""
+    """As an entry of a dict."""
 
     def add(self, value: Tensor) -> None:
         self.totals["all"] = self.totals["all"] + value

@@ -85,6 +85,7 @@ def test_the_room_of_passes(
     ("plan", "options", "step", "is_told"),
     [
         ("ddp", {"memory_budget_gib": 3.9}, {}, True),
+        ("auto", {"memory_budget_gib": 3.9}, {}, True),  # the search took too long
         ("ddp", {"memory_budget_gib": 4.1}, {}, False),
         ("ddp", {}, {}, False),
         ("ddp", {"memory_budget_gib": 3.9}, {"has_backward": False}, False),
@@ -106,7 +107,8 @@ def test_a_given_plan_that_takes_more_is_told(
     told = memory_budget.told_of_budget(both, both, report, config, found)
     assert (told is not None) == is_told
     if told is not None:
-        assert "training_step takes (predicted) 4 GiB" in told and "of 3.9 that it may use: plan 'ddp' is given" in told
+        assert "training_step takes (predicted) 4 GiB" in told and f"of 3.9 that it may use: plan {plan!r}" in told
+        assert ("was not found" in told) == (plan == "auto")
 
 
 def test_a_step_that_came_after_the_plan_was_found_is_told(monkeypatch: Any) -> None:
