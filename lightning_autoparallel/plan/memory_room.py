@@ -17,7 +17,7 @@ from lightning_autoparallel.plan.problem import Problem, priced
 
 _AS_FAST = 1.002  # times the best
 _PRICE = 0.02  # of the best plan's time, for all the room that there is
-_LEANER_LIMIT_S = 5.0
+_LEANER_LIMIT_S = 20.0
 _MOST_SHOWN = 3
 _DEAR = 20.0  # the same where memory counts more than time
 _LEAST_LIMIT_S = 20.0
