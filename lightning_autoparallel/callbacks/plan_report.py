@@ -132,8 +132,10 @@ def format_report(report: PlanReport) -> str:
 
 
 def report_tables(report: PlanReport) -> list[Table]:
-    """All tables of a report, in the order in which they are shown."""
-    tables = [collectives_table(report), blocks_table(report), kinds_table(report), passes_table(report)]
+    """All tables of a report, in the order in which they are shown; none of blocks where no launch is of one."""
+    blocks = blocks_table(report)
+    of_blocks = [blocks] if blocks.row_count else []
+    tables = [collectives_table(report), *of_blocks, kinds_table(report), passes_table(report)]
     return tables + ([largest_table(report), times_table(report)] if report.predictions else [])
 
 

@@ -54,10 +54,10 @@ def is_engine_file(filename: str) -> bool:
     return filename.startswith(_PACKAGE) and not filename.startswith(str(Path(_PACKAGE) / "models"))
 
 
-def user_line(frame: FrameType | None = None) -> str:
-    """``model.py:88`` of the innermost user frame, or ``"?"``."""
+def user_line(frame: FrameType | None = None, beyond: Collection[FrameType] = ()) -> str:
+    """``model.py:88`` of the innermost user frame, or ``"?"``: none of those ``beyond`` is asked, nor their callers."""
     current: FrameType | None = frame or sys._getframe(1)
-    while current is not None:
+    while current is not None and current not in beyond:
         filename = current.f_code.co_filename
         if is_user_file(filename):
             return f"{os.path.basename(filename)}:{current.f_lineno}"
@@ -137,6 +137,16 @@ def shown_hook(hooks: dict[int, Any]) -> str:
     return f"{line}: {getattr(hook, '__name__', type(hook).__name__)}"
 
 
+def _callers() -> set[FrameType]:
+    """The frames that the caller's own was called by, directly or not."""
+    found: set[FrameType] = set()
+    current = sys._getframe(1).f_back
+    while current is not None:
+        found.add(current)
+        current = current.f_back
+    return found
+
+
 @contextlib.contextmanager
 def record_sources(module: nn.Module, call: TorchCall | None = None) -> Iterator[None]:
     """Write ``source`` (the user's line) and ``module`` (the path of the submodule that runs) on every traced node.
@@ -152,8 +162,11 @@ def record_sources(module: nn.Module, call: TorchCall | None = None) -> Iterator
     def leave(submodule: nn.Module, inputs: Any, output: Any) -> None:
         stack.pop()
 
+    beyond = _callers()  # a script that has it train made no node
+
     def describe(frame: FrameType) -> dict[str, str]:
-        return {"source": user_line(frame), "module": stack[-1]}
+        line = user_line(frame, beyond)
+        return {"module": stack[-1]} if line == "?" else {"source": line, "module": stack[-1]}
 
     handles = [
         register_module_forward_pre_hook(enter),

@@ -343,7 +343,7 @@ def hardware_named(name: str) -> HardwareSpec:
 
 
 def hardware_from(given: str | Mapping[str, Any] | HardwareSpec) -> HardwareSpec:
-    """Hardware as users write it: a name, or ``{"base": "h100", "matmul_fraction": 0.6, ...}`` with measured rates.
+    """Hardware as users write it: a name, or ``{"base": "h100", "matmul_fraction": 0.6, ...}`` with rates of its own.
 
     A link is a mapping of its own, of which some keys may be left out; so is ``peak_tflops``, unless ``is_measured``:
     then a dtype that was not measured has no rate. A name that ends in
@@ -362,7 +362,8 @@ def hardware_from(given: str | Mapping[str, Any] | HardwareSpec) -> HardwareSpec
         raise ConfigError(f"hardware is {given!r}: give a name, or a mapping with a base, like {{base: h100, ...}}")
     base = hardware_named(str(given["base"]))
     changes = {key: value for key, value in given.items() if key != "base"}
-    changes.setdefault("name", f"{base.name} with measured rates" if changes else base.name)
+    rates = "measured rates" if changes.get("is_measured") else "other rates"
+    changes.setdefault("name", f"{base.name} with {rates}" if changes else base.name)
     if changes.get("is_measured"):
         base = replace(base, peak_tflops=MappingProxyType({}))
     return replace(base, **{key: _changed(base, key, value) for key, value in changes.items()})

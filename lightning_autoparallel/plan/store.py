@@ -47,7 +47,10 @@ def plan_document(
         "activation_checkpointing": recomputes,
         "parameters": {name: _texts(placements) for name, placements in plan.parameters.items()},
         "outputs": [_texts(placements) for placements in plan.outputs],
-        "nodes": [_node_entry(*each, plan.nodes[each[0].name]) for each in zip(nodes, calls, strict=True)],
+        "nodes": [
+            _node_entry(place, call, plan.nodes[node.name])
+            for node, place, call in zip(nodes, _described(captured), calls, strict=True)
+        ],
     }
 
 
@@ -61,9 +64,17 @@ def _nodes(captured: CapturedGraph) -> list[fx.Node]:
     return [node for node in captured.graph_module.graph.nodes if node.op != "output"]
 
 
-def _node_entry(node: fx.Node, call: str, placement: NodePlacement) -> dict[str, Any]:
+def _described(captured: CapturedGraph) -> list[str]:
+    """Where each node comes from: what an input stands for, or the user's line."""
+    nodes, inputs = _nodes(captured), iter(captured.inputs)
+    stood_for = {node: next(inputs) for node in nodes if node.op == "placeholder"}
+    names = {node: f"{each.kind} {each.name}".rstrip() for node, each in stood_for.items()}
+    return [names.get(node) or fxn.describe(node) for node in nodes]
+
+
+def _node_entry(place: str, call: str, placement: NodePlacement) -> dict[str, Any]:
     return {
-        "at": fxn.describe(node),
+        "at": place,
         "call": call,
         "inputs": [_texts(placements) for placements in placement.inputs],
         "outputs": [_texts(placements) for placements in placement.outputs],
@@ -106,7 +117,7 @@ def restore_plan(
         ConfigError: the graph or the mesh is another one; the message names the first difference.
     """
     _check_same_mesh(document, mesh)
-    _check_same_graph(document, _nodes(captured))
+    _check_same_graph(document, captured)
     return _plan_of(document, captured, spec, mesh)
 
 
@@ -153,20 +164,20 @@ def _check_same_mesh(document: Mapping[str, Any], mesh: ParallelMesh) -> None:
         raise ConfigError(f"the plan file was made for mesh {document['mesh']}, this job has {mesh.sizes}")
 
 
-def _check_same_graph(document: Mapping[str, Any], nodes: Sequence[fx.Node]) -> None:
-    calls, entries = [call_text(node) for node in nodes], document["nodes"]
+def _check_same_graph(document: Mapping[str, Any], captured: CapturedGraph) -> None:
+    calls, entries = [call_text(node) for node in _nodes(captured)], document["nodes"]
     if document["fingerprint"] == _fingerprint(calls):
         return
-    for place, (node, call, entry) in enumerate(zip(nodes, calls, entries, strict=False)):
+    for place, call, entry in zip(_described(captured), calls, entries, strict=False):
         if call != entry["call"]:
             raise ConfigError(
-                f"the plan file was made for another graph: node {place} is {fxn.describe(node)} `{call}` here, "
-                f"{entry['at']} `{entry['call']}` in the file; plan anew"
+                f"the plan file was made for another graph: {place} is `{call}` here, {entry['at']} is "
+                f"`{entry['call']}` in the file; plan anew"
             )
-    if len(nodes) == len(entries):
+    if len(calls) == len(entries):
         raise ConfigError("the plan file's fingerprint is not that of its own nodes: it was changed by hand; plan anew")
     raise ConfigError(
-        f"the plan file was made for another graph: it has {len(entries)} nodes, this one {len(nodes)}; plan anew"
+        f"the plan file was made for another graph: it has {len(entries)} nodes, this one {len(calls)}; plan anew"
     )
 
 

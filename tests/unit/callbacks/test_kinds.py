@@ -1,5 +1,7 @@
 """Reports by kind of module."""
 
+from dataclasses import replace
+
 from lightning_autoparallel.callbacks.kinds import (
     block_collectives,
     blocks_table,
@@ -7,6 +9,7 @@ from lightning_autoparallel.callbacks.kinds import (
     kinds,
     kinds_table,
 )
+from lightning_autoparallel.callbacks.plan_report import report_tables
 from lightning_autoparallel.callbacks.tables import render_table
 from lightning_autoparallel.contracts import CollectiveCount, ModuleReport, ParameterReport, PlanReport
 from lightning_autoparallel.fx import nodes as fxn
@@ -93,3 +96,15 @@ def test_collectives_of_blocks_are_means():
     ]
     lines = [" ".join(line.split()) for line in render_table(blocks_table(_report())).splitlines()]
     assert "layers.* forward all_gather dp_shard 1.5 150 B" in lines
+
+
+def test_no_table_of_blocks_where_no_launch_is_of_one_alone():
+    """As where buckets hold what belongs to several."""
+    whole = ModuleReport(path="", saved_bytes=1, collectives=_gathers(1))
+    titles = [[str(table.title) for table in report_tables(each)] for each in (_report(), _without_blocks(whole))]
+    assert [sum("by kind of block" in title for title in each) for each in titles] == [1, 0]
+    assert len(titles[0]) == len(titles[1]) + 1
+
+
+def _without_blocks(whole: ModuleReport) -> PlanReport:
+    return replace(_report(), modules=(whole,))

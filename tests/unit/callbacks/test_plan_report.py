@@ -66,7 +66,6 @@ def test_the_text_can_be_read(run, reporting):
         "peak memory (predicted) 1.0 GiB",
         "time capture 0.50 s",
         "Collectives of one step on one rank, counted in the final graphs (predicted)",
-        "Collectives by kind of block (predicted)",
         "Memory of one rank by kind of module, all modules of a kind together (predicted)",
         "backward all_reduce dp_replicate,dp_shard 1 4 B",
         "merge_identical_collectives training_step all_gather 5 -> 2 90 -> 87 5 -> 2 0.25 s",

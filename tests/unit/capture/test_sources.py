@@ -16,6 +16,7 @@ import lightning_autoparallel
 from lightning_autoparallel.capture.data_dependence import data_dependent
 from lightning_autoparallel.capture.sources import is_user_file, place_of
 from lightning_autoparallel.errors import CaptureError
+from lightning_autoparallel.fx import nodes as fxn
 from tests.unit._graphs import captured
 
 SITE = Path(torch.__file__).parents[1]
@@ -92,3 +93,23 @@ def test_a_module_of_torchs_that_runs_by_itself_is_where_its_line_is():
     said = data_dependent(error, error)
     assert said.startswith("batchnorm.py:") and "num_batches_tracked" in said
     assert "the line is in torch.nn" in said
+
+
+class ReadTwice(nn.Module):
+    """A parameter whose gradient autograd adds up, which no line of the module's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sin() + (x * self.weight).cos()
+
+
+def test_what_no_line_of_the_step_does_is_not_of_the_script_that_trains():
+    graph = captured(ReadTwice(), torch.randn(4, 3)).graph_module.graph
+    lines = {str(node.target): fxn.custom(node, "source") for node in graph.nodes if node.op == "call_function"}
+    first = inspect.getsourcelines(ReadTwice.forward)[1] + 1
+    assert lines["aten.sin.default"] == f"test_sources.py:{first}"
+    summed = [node for node in graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert {fxn.custom(node, "source") for node in summed} == {f"test_sources.py:{first}", None}

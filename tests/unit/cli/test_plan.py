@@ -120,7 +120,7 @@ def test_hardware_changes_times_and_nothing_else(tmp_path, capsys):
     measured = "{base: b200, memory_gb_per_s: 800.0, kernel_latency_us: 9.0}"
     assert plan(tmp_path, *common, "--output", files[1], "--hardware", measured) == 0
     fast, slow = (json.loads((tmp_path / file).read_text()) for file in files)
-    assert (fast["hardware"]["name"], slow["hardware"]["name"]) == ("b200", "b200 with measured rates")
+    assert (fast["hardware"]["name"], slow["hardware"]["name"]) == ("b200", "b200 with other rates")
     assert slow["hardware"]["memory_gb_per_s"] == 800.0
     for graph in ("forward", "backward"):
         assert slow[graph]["compute_us"] > fast[graph]["compute_us"]

@@ -38,7 +38,7 @@ def test_measured_rates_replace_those_of_the_base():
             "peak_tflops": {"int8": 1979.0},
         }
     )
-    assert (spec.name, spec.matmul_fraction) == ("h100 with measured rates", 0.6)
+    assert (spec.name, spec.matmul_fraction) == ("h100 with other rates", 0.6)
     assert (spec.intra_node.bandwidth_gb_per_s, spec.intra_node.latency_us) == (300.0, 1.9)
     assert (spec.peak_of(torch.int8), spec.peak_of(torch.bfloat16)) == (1979.0, 989.4)
     assert spec.memory_gb_per_s == hardware_named("h100").memory_gb_per_s

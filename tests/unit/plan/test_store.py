@@ -18,6 +18,8 @@ from tests.unit._graphs import captured
 X = torch.randn(4, 6, 8)
 RULES = {"0.weight": {"tp": "S(0)"}, "0.bias": {"tp": "S(0)"}, "2.weight": {"tp": "S(1)"}}
 
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
 
 def mlp(width: int = 12) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
@@ -55,12 +57,19 @@ def test_a_file_is_readable(written):
     products = [entry for entry in document["nodes"] if "einsum" in entry["call"]]
     assert products[0]["inputs"] == [["S(0)", "R"], ["R", "S(0)"]]
     assert products[0]["outputs"] == [["S(0)", "S(2)"]]
+    assert [entry["at"] for entry in document["nodes"]][:4] == [f"parameter {n}" for n in NAMES]
 
 
 def test_another_graph_is_refused_by_its_first_difference(written):
     spec, mesh, _, _, path = written
-    with pytest.raises(ConfigError, match=r"node 0 is primals_1.*\[16, 8\].*here.*\[12, 8\].*in the file"):
+    with pytest.raises(ConfigError, match=r"graph: parameter 0.weight is .*\[16, 8\].*here.*\[12, 8\].*in the file"):
         restore_plan(read_plan(path), captured(mlp(16), X, shards=2), spec, mesh)
+
+
+def test_another_batch_is_refused_by_its_name(written):
+    spec, mesh, _, _, path = written
+    with pytest.raises(ConfigError, match=r"graph: batch is .*\[16, 6, 8\].*here.*\[8, 6, 8\].*in the file"):
+        restore_plan(read_plan(path), captured(mlp(), torch.randn(8, 6, 8), shards=2), spec, mesh)
 
 
 def test_a_longer_graph_is_refused(written):
