@@ -34,6 +34,7 @@ from lightning_autoparallel.capture.traced_blocks import RepeatedBlocks
 from lightning_autoparallel.capture.watch import MOST_FED, NeedsClones, NeedsNumbers, NeedsVector, StartOver
 from lightning_autoparallel.contracts import CapturedGraph, GraphInput, GraphOutput, OutputKind
 from lightning_autoparallel.errors import AutoParallelError, CaptureError
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.torch_compat.autograd import backwards_inside
 from lightning_autoparallel.torch_compat.block_operators import UnrepeatableBackwardError
 from lightning_autoparallel.torch_compat.constants import whole_lists_of_constants
@@ -44,6 +45,7 @@ from lightning_autoparallel.torch_compat.tracing import (
     DATA_DEPENDENT_ERRORS,
     JointExport,
     MutatedInputError,
+    OrderedCallError,
     collection_paused,
     export_joint,
     fake_tensor_like,
@@ -355,6 +357,12 @@ def _explained(request: StepRequest) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, MutatedInputError) and not request.local:
             raise changes_input(request, error.position, line_of(request.state, error.position)) from error
+        if isinstance(error, OrderedCallError):
+            line = fxn.custom(error.node, "source") or "?"
+            raise CaptureError(
+                f"{line} calls {error.operator}, which raises by a tensor's values or has another effect: torch keeps "
+                f"such calls in order, and a graph of tensors alone has no place for them"
+            ) from error
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DATA_DEPENDENT_ERRORS):

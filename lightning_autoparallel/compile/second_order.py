@@ -19,7 +19,8 @@ OF_PARAMETERS = (
     "differentiates those of parameters again, too"
 )
 _AGAIN = f"the gradient of a parameter of a captured module is differentiated again: {OF_PARAMETERS}"
-Again = Callable[[Sequence[Tensor]], list[Tensor]]  # the graph's inputs, whole -> its results, recorded by autograd
+# The graph's inputs, whole -> its outputs but gradients, recorded by autograd; None for buffers.
+Again = Callable[[Sequence[Tensor]], list[Tensor | None]]
 
 
 def gradients_again(
@@ -31,13 +32,15 @@ def gradients_again(
 ) -> list[Tensor | None]:
     """The gradients of ``inputs``, recorded by autograd but for those of parameters; None where there is none.
 
+    ``tangents`` are those of the outputs at ``differentiable``, of all that are no gradients.
+
     What is differentiated again reaches parameters through their gathers, as the mean over the batch shards.
     """
     with torch.enable_grad():
         # As views: one tensor may be given twice, and what is done to gradients of the whole is not done to these.
         whole = [_whole(tensor, axes).view_as(tensor) for tensor in inputs]
         results = again(whole)
-        pairs = [(results[i], tangents[i]) for i in differentiable if tangents[i] is not None]
+        pairs = [(_recorded(results[i]), tangents[i]) for i in differentiable if tangents[i] is not None]
         wanted = [tensor for tensor in whole if tensor.requires_grad]
         found = torch.autograd.grad(
             [result for result, _ in pairs],
@@ -51,6 +54,11 @@ def gradients_again(
         _reduced(by_tensor.get(id(one)), tensor, axes) if isinstance(tensor, DTensor) else by_tensor.get(id(one))
         for one, tensor in zip(whole, inputs, strict=True)
     ]
+
+
+def _recorded(result: Tensor | None) -> Tensor:
+    assert result is not None
+    return result
 
 
 def _whole(parameter: Tensor, axes: Sequence[PlanAxis]) -> Tensor:

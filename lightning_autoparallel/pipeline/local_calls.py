@@ -57,8 +57,10 @@ def state_of(root: nn.Module, captured: CapturedGraph) -> tuple[list[Tensor], di
 
 def runs_again(
     root: nn.Module, captured: CapturedGraph, run: Callable[[list[Tensor]], Any], device: torch.device
-) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+) -> Callable[[Sequence[Tensor]], list[Tensor | None]]:
     """The call without its graph: from the graph's inputs, whole, its results, recorded by autograd.
+
+    Those stand where the graph has them among outputs that are no gradients; None where it has a buffer.
 
     ``run`` takes the batch's tensors. It starts from the buffers that there are now, of which it changes copies, and
     runs under the autocast that there is now.
@@ -69,13 +71,17 @@ def runs_again(
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def again(inputs: Sequence[Tensor]) -> list[Tensor]:
+    own = [item.kind == "output" for item in captured.outputs if item.kind != "gradient"]
+
+    def again(inputs: Sequence[Tensor]) -> list[Tensor | None]:
         state = dict(zip(names, inputs, strict=False)) | {name: value.clone() for name, value in buffers.items()}
         called = {f"root.{name}": value for name, value in state.items()}
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
             result = torch.func.functional_call(_Called(root, run), called, (list(inputs[len(names) :]),))
-        leaves = tree_flatten(result)[0]
-        return [leaf for i, leaf in enumerate(leaves) if i not in captured.static_outputs]
+        made = [leaf for i, leaf in enumerate(tree_flatten(result)[0]) if i not in captured.static_outputs]
+        assert len(made) == sum(own)
+        results = iter(made)
+        return [next(results) if is_own else None for is_own in own]
 
     return again
 

@@ -115,7 +115,7 @@ class ReadyStep:
             given.append(torch.tensor(fed, dtype=torch.float64).to(self.engine.device, non_blocking=True))
         return given
 
-    def _again(self) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+    def _again(self) -> Callable[[Sequence[Tensor]], list[Tensor | None]] | None:
         """The call as its own code, for gradients of gradients."""
         if not any(leaf.requires_grad for leaf in self.layout.tensors):
             return None

@@ -290,8 +290,11 @@ class WorldStrategy(ParallelStrategy):
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of ``group``, the data-parallel ranks unless given, stacked by rank."""
-        if group is None and self._mesh is not None:
+        """The tensors of ``group``, the data-parallel ranks unless given, stacked by rank.
+
+        The world is no group that was given: ``LightningModule.all_gather`` names it where nobody did.
+        """
+        if self._mesh is not None and (group is None or group is dist.group.WORLD):
             if self._mesh.data_parallel_size == 1:
                 return tensor.unsqueeze(0)
             group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()

@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._higher_order_ops.effects import with_effects
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -44,6 +45,7 @@ __all__ = [
     "FakeTensorMode",
     "JointExport",
     "MutatedInputError",
+    "OrderedCallError",
     "TorchCall",
     "active_fake_mode",
     "annotate_nodes",
@@ -82,6 +84,15 @@ class MutatedInputError(Exception):
     def __init__(self, position: int) -> None:
         super().__init__(f"argument {position} is changed in place (InputMutationAOTOutput)")
         self.position = position
+
+
+class OrderedCallError(Exception):
+    """The traced module makes a call that torch keeps in its place by tokens, as one that has effects: ``node``'s."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.operator = str(node.args[1])
+        super().__init__(f"{self.operator} is called in order (with_effects)")
+        self.node = node
 
 
 @contextlib.contextmanager
@@ -172,6 +183,8 @@ def export_joint(
             stack.enter_context(cuda_guards.pinned_as_copies())
         exported = aot_export_joint_with_descriptors(stack, module, args, decompositions=decompositions)
         graph_module = exported.graph_module
+    for node in graph_module.graph.find_nodes(op="call_function", target=with_effects):
+        raise OrderedCallError(node)
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(_input_position(node.meta["desc"]) for node in placeholders)
     (output,) = [node for node in graph_module.graph.nodes if node.op == "output"]

@@ -72,6 +72,26 @@ def curved(module: Calls, x: Tensor) -> Tensor:
     return torch.tanh(module.linear(x)) @ module.linear.weight
 
 
+def several(module: Calls, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads a buffer and changes it, and returns three tensors of the same shape."""
+    hidden = torch.tanh(module.linear(x) * (module.seen.clone() + 1))
+    with torch.no_grad():
+        module.seen.add_(hidden.mean(0))
+    return hidden * hidden.roll(1, 1), hidden.exp(), hidden.sin()
+
+
+def penalty_of_one(call: Forward, x: Tensor) -> Tensor:
+    """The square of the first result's gradient, beside losses of the others."""
+    given = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(call("net", given)[0].sum(), given, create_graph=True)
+    first, second, third = call("net", x)
+    return (gradient.norm(dim=1) - 1).square().mean() + first.mean() + second.mean() - third.mean()
+
+
+def of_one(module: Calls, x: Tensor) -> Tensor:
+    return several(module, x)[0]
+
+
 def tied(module: Calls, x: Tensor) -> Tensor:
     return module.linear(x)
 
@@ -99,6 +119,12 @@ def compare(forward: Forward, loss_of: Callable[[Forward, Tensor], Tensor]) -> N
 
 def check_second_order() -> None:
     compare(curved, penalty)
+
+
+def check_second_order_beside_a_buffer() -> None:
+    """The buffer is an output of the graph, before the results; one that is differentiated alone, too."""
+    compare(several, penalty_of_one)
+    compare(of_one, penalty)
 
 
 def check_buffers_that_are_read_and_changed() -> None:
@@ -182,6 +208,7 @@ def check_one_rank_fails() -> None:
 
 CHECKS = [
     check_second_order,
+    check_second_order_beside_a_buffer,
     check_buffers_that_are_read_and_changed,
     check_tied,
     check_layouts,

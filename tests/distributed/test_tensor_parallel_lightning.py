@@ -131,6 +131,7 @@ def decisions() -> dict[str, Any]:
         mine["mean"] = float(strategy.reduce(torch.tensor(rank)))
         mine["sum"] = float(strategy.reduce(torch.tensor(rank), reduce_op="sum"))
         mine["gathered"] = strategy.all_gather(torch.tensor(rank)).tolist()
+        mine["gathered by the module"] = module.all_gather({"rank": torch.tensor(rank)})["rank"].tolist()
         mine["of all"] = float(strategy.reduce(torch.tensor(rank), group=dist.group.WORLD, reduce_op="sum"))
         mine["unanimous"] = strategy.reduce_boolean_decision(True)
         mine["all but one"] = strategy.reduce_boolean_decision(dist.get_rank() != 1)
@@ -150,6 +151,7 @@ def test_ranks_agree(worlds: Worlds) -> None:
             "mean": 1.5,  # one value on all: those at other places on tp have the same rows, and count once
             "sum": 3,
             "gathered": sorted([rank, other]),
+            "gathered by the module": sorted([rank, other]),
             "of all": 6,
             "unanimous": True,
             "all but one": False,

@@ -25,7 +25,20 @@ class Called(TorchDispatchMode):
 
 
 def test_it_is_torchs_and_nothing_is_copied_or_read() -> None:
-    gradients = [torch.randn(3, 4), torch.randn(5)]
+    for gradients in (
+        [torch.randn(3, 4), torch.randn(5)],
+        [torch.randn(3, 4, dtype=torch.cfloat), torch.randn(5), torch.randn((), dtype=torch.cfloat)],
+    ):
+        _check_clipped(gradients)
+
+
+def test_wide_complex_gradients_have_a_wide_norm() -> None:
+    gradients = [torch.randn(3, 4, dtype=torch.cdouble), torch.randn(5, dtype=torch.double)]
+    expected = torch.linalg.vector_norm(torch.cat([torch.view_as_real(gradients[0]).flatten(), gradients[1]]))
+    torch.testing.assert_close(clip_by_norm(gradients, 0.5, None), expected)
+
+
+def _check_clipped(gradients: list[torch.Tensor]) -> None:
     parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()

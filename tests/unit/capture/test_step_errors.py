@@ -49,6 +49,20 @@ def test_reading_values_names_the_line(step, message: str):
     assert active_fake_mode() is None
 
 
+def test_a_call_with_an_effect_is_named():
+    """Such as the check of a matrix that is inverted."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.linalg.inv(x.T @ x + torch.eye(4)).sum()
+
+    module = nn.Linear(4, 4)
+    with pytest.raises(CaptureError) as caught:
+        captured(module, X, lambda x: step(module(x)))
+    line = inspect.getsourcelines(step)[1] + 1
+    assert str(caught.value).startswith(f"{HERE}:{line} calls aten._linalg_check_errors.default, which raises by ")
+    assert active_fake_mode() is None
+
+
 def test_an_error_of_the_step_is_the_users_own():
     def step(x: Tensor) -> Tensor:
         raise KeyError("mine")
