@@ -391,6 +391,8 @@ def _find_within(
             add_up=context.earlier_gradients(captured) == "kept",
         )
         over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
+        if room_bytes < answers[0].stays_bytes < math.inf:  # the leanest: with less room it is found again
+            raise over
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it
             stays_bytes = leanest.kept_bytes + sum(activations.values())

@@ -26,7 +26,10 @@ GAP = 1e-3  # of the objective, to the bound that is proved
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """One alternative for each choice; ``bound_us`` is what no other can be below."""
+    """One alternative for each choice; ``bound_us`` is what no other can be below.
+
+    ``is_for_room`` where a faster one takes more memory than there is.
+    """
 
     taken: tuple[int, ...]
     time_us: float
@@ -34,6 +37,7 @@ class Solution:
     seconds: float
     columns: int
     rows: int
+    is_for_room: bool = False
 
 
 def solve(

@@ -73,16 +73,20 @@ def best_that_fits(problem: Problem) -> Solution:
     except InfeasiblePlanError:  # its time was up
         least = solution
     try:
-        return solve(problem, start=least.taken if problem.fits(least.taken) else None)
+        fastest = solve(problem, start=least.taken if problem.fits(least.taken) else None)
     except InfeasiblePlanError:
-        return replace(least, time_us=problem.time_us(least.taken), bound_us=solution.bound_us)
+        fastest = replace(least, time_us=problem.time_us(least.taken), bound_us=solution.bound_us)
+    return replace(fastest, is_for_room=True)
 
 
 def leaner(problem: Problem, solution: Solution) -> tuple[int, ...]:
-    """A plan that is as fast as the solution and takes less of the room, or the solution's own."""
+    """A plan that is as fast as the solution and takes less of the room, or the solution's own.
+
+    That is not asked of one that is there because it takes less than faster ones: the room decided.
+    """
     taken, time_us = solution.taken, solution.time_us
     room_bytes = sum(limit.most_bytes for limit in problem.limits)
-    if math.isinf(room_bytes) or not room_bytes:
+    if solution.is_for_room or math.isinf(room_bytes) or not room_bytes:
         return taken
     try:
         other = solve(priced(problem, _PRICE * time_us / room_bytes), _LEANER_LIMIT_S, start=taken).taken

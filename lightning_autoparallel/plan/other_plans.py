@@ -25,6 +25,7 @@ MOST = 3  # with the best four, as many as of 70B; none of 8B that came fifth wa
 _MOST_NODES = 64_000  # of all plans together, which the passes go through in a minute or two: four plans of 70B
 _WITHIN = 1.15  # of the best objective, which passes may change by as much
 _HARDLY_MORE = 1.05  # bytes than the leanest
+_HOPELESS = 1.25  # times the room, by the plan of least memory: by no other reckoning will there be room for any
 _AS_FAST, _AS_LEAN = 1e-3, 2e-2  # by as much may plans differ that are taken for one
 _MOST_ROUNDS = 12  # of the solver; not seconds, which would find other plans on a busy machine
 _TIME_LIMIT_S = 20.0
@@ -39,8 +40,12 @@ def other_plans(
 
     ``fastest`` by the objective is among them, where ``best`` is a leaner one that is slower by more than what plans
     may differ by that are taken for one. Where the best does not fit, nor anything else, others may take hardly more:
-    what a rank needs is known behind the passes.
+    what a rank needs is known behind the passes. Where it is far from that, there are none.
     """
+    if not problem.fits(best) and any(
+        limit.size_bytes(best) > _HOPELESS * limit.most_bytes for limit in problem.limits
+    ):
+        return []
     most_us = problem.time_us(best) * _WITHIN
     seen = {_decided(choices, best)}
     found: list[tuple[_Figures, tuple[int, ...]]] = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from torch import fx
 from torch.distributed.tensor.placement_types import Replicate
 
 from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.plan import memory_room
 from lightning_autoparallel.plan.memory_room import best_that_fits, check_room, leaner, stays_bytes
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Choice, Limit, Problem
@@ -45,6 +47,21 @@ def test_of_equally_fast_ones_the_leanest() -> None:
     for times, taken in (((100.0, 100.0), (1, 1)), ((100.0, 100.05), (1, 1)), ((100.0, 101.0), (0, 0))):
         given = two(30.0, times, (10.0, 1.0), (0.0, 0.0))
         assert leaner(given, best_that_fits(given)) == taken
+
+
+def test_what_the_room_decided_is_not_made_leaner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is solved for that; what fits without its being asked is."""
+    roomy, tight = (two(room, (100.0, 100.0, 101.0), (10.0, 9.0, 1.0), (0.0,) * 3) for room in (30.0, 11.0))
+    solved = [best_that_fits(given) for given in (roomy, tight)]
+    assert [each.is_for_room for each in solved] == [False, True]
+
+    def unasked(*_: Any, **__: Any) -> None:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(memory_room, "solve", unasked)
+    assert leaner(tight, solved[1]) == solved[1].taken
+    with pytest.raises(AssertionError, match="solved again"):
+        leaner(roomy, solved[0])
 
 
 def test_memory_without_end_is_worth_nothing() -> None:

@@ -115,6 +115,8 @@ def test_where_nothing_fits_others_take_hardly_more_than_the_leanest(fake_mesh, 
     costs = costs_of(mesh, H100)
     find = partial(make_plans, graph, {"base": "auto"}, mesh, print, costs=costs, saved=saved)
     room_bytes = min(plan.stays_bytes for plan in find()) * 0.54
+    assert len(find(room_bytes=room_bytes)) == 1, "it is far from that"
+    monkeypatch.setattr(other_plans, "_HOPELESS", 10.0)
     plans = find(room_bytes=room_bytes)
     leanest_bytes = plans[0].stays_bytes
     assert leanest_bytes > room_bytes
