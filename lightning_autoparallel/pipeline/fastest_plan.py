@@ -153,8 +153,20 @@ def choice_note(contenders: Sequence[Contender], taken: Contender, budget_bytes:
     return (
         f"plan auto: {len(contenders)} plans were taken through the passes, in the solver's order: {texts} ms a step "
         f"with the optimizer{keeping}; taken is that of {taken.forecast.time_us / 1e3:.4g} ms"
-        f"{_left_for_memory(contenders, taken, budget_bytes)}",
+        f"{_taken_for_one_as_fast(contenders, taken, budget_bytes)}{_left_for_memory(contenders, taken, budget_bytes)}",
     )
+
+
+def _taken_for_one_as_fast(contenders: Sequence[Contender], taken: Contender, budget_bytes: float) -> str:
+    """Why it is not the fastest one that fits: predictions do not tell them apart."""
+    fitting = [each for each in contenders if fits(each, budget_bytes) and each.weighed_us is not None]
+    best = min(fitting, key=lambda each: each.weighed_us or 0.0, default=taken)
+    if best.weighed_us is None or taken.weighed_us is None or best.weighed_us >= taken.weighed_us:
+        return ""
+    fewer = f"{taken.forecast.launches} launches for {best.forecast.launches}"
+    leaner = f"{taken.needed_bytes / 2**30:.3g} GiB for {best.needed_bytes / 2**30:.3g}"
+    why = fewer if taken.forecast.launches < best.forecast.launches else leaner
+    return f", which predictions do not tell from {(best.forecast.time_us or 0.0) / 1e3:.4g} ms, with {why}"
 
 
 def _left_for_memory(contenders: Sequence[Contender], taken: Contender, budget_bytes: float) -> str:

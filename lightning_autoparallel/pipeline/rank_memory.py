@@ -62,7 +62,7 @@ def why_over(
     reserved: float,
     budget_bytes: float,
 ) -> str:
-    """Why the plan that takes least is too large."""
+    """Why the plan that takes least, of those that were found, is too large."""
     kinds: Counter[str] = Counter()
     for node in captured.graph_module.graph.nodes:
         if node.name in activations:
@@ -75,10 +75,11 @@ def why_over(
         largest += ": no plan makes the first of them smaller, other axes of the mesh (tp) may, or a smaller module"
     total, peak = sum(activations.values()) * reserved, leanest.forecast.peak_bytes * reserved
     return (
-        f"activations, gradients and what is gathered take {peak / 2**30:.3g} GiB of a rank at the step's peak, beside "
-        f"{leanest.kept_bytes * reserved / 2**30:.3g} of parameters and the optimizer's state, of "
-        f"{budget_bytes / 2**30:.3g} that it may use; what the backward reads is {total / 2**30:.3g} of it (most: "
-        f"{most}), the largest values are {largest}"
+        f"the leanest plan that was found needs {leanest.needed_bytes / 2**30:.3g} GiB of a rank, of "
+        f"{budget_bytes / 2**30:.3g} that it may use: activations, gradients and what is gathered take "
+        f"{peak / 2**30:.3g} at the step's peak, beside {leanest.kept_bytes * reserved / 2**30:.3g} of parameters and "
+        f"the optimizer's state; what the backward reads is {total / 2**30:.3g} of it (most: {most}), the largest "
+        f"values are {largest}"
     )
 
 

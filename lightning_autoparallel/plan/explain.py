@@ -82,7 +82,7 @@ def explain_found(searched: SearchedAxis, pattern: str, most_solves: int = MOST_
     cut_off = f", cut off after {most_solves}: name fewer" if others.is_spent else ""
     rows = [axis.name for axis in searched.axes if axis.shards_batch and axis is not searched.axis]
     settled = f"; over {', '.join(rows)} every call computes a rank's rows" if rows else ""
-    taken = "" if searched.search.is_best else " as the solver reckons, and is the fastest of those that passes tried"
+    taken = "" if searched.search.is_best else " as the solver reckons, and was taken behind the passes"
     note = (
         f"on {searched.axis.name}: each alternative is fixed and everything else solved again ({others.asked} solves"
         f"{cut_off}); times of one step on one rank (predicted), bytes kept of parameters, gradients, moments, and "

@@ -45,6 +45,15 @@ def test_of_equally_fast_ones_that_of_fewer_launches() -> None:
     )
     assert fastest([many, few], budget_bytes=10.0) is few
     assert fastest([many, few], budget_bytes=8.0) is many
+    (note,) = choice_note([many, few], few, budget_bytes=10.0)
+    assert note.endswith("that of 0.1004 ms, which predictions do not tell from 0.1 ms, with 1 launches for 6")
+    assert "do not tell" not in choice_note([many, few], many, budget_bytes=10.0)[0]
+
+
+def test_of_equally_fast_ones_the_leaner_is_told_as_such() -> None:
+    fast, lean = contender(100.0, 3 * 2.0**30), contender(100.4, 2 * 2.0**30)
+    (note,) = choice_note([fast, lean], lean, budget_bytes=4 * 2.0**30)
+    assert note.endswith("do not tell from 0.1 ms, with 2 GiB for 3")
 
 
 def test_measured_rates_tell_less_apart() -> None:

@@ -111,9 +111,7 @@ def test_nothing_is_allocated():
 def test_nothing_is_allocated_for_a_plan_that_is_not_there():
     module = TooLarge()
     batch = (torch.zeros(1, 2**20), torch.zeros(1, 32))
-    with pytest.raises(
-        InfeasiblePlanError, match=r"take 4.1e\+03 GiB of a rank at the step's peak.* of first 4.1e\+03"
-    ):
+    with pytest.raises(InfeasiblePlanError, match=r"take 4.1e\+03 at the step's peak.* of first 4.1e\+03"):
         planned(module, batch, world_size=1024, plan="auto")
     assert all(parameter.is_meta for parameter in module.parameters())
     assert not dist.is_initialized()
