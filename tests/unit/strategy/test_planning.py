@@ -13,7 +13,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_autoparallel import plan
+from lightning_autoparallel.cost.hardware import hardware_from
 from lightning_autoparallel.errors import CaptureError, ConfigError, InfeasiblePlanError
+from lightning_autoparallel.strategy import fake_world
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
 
@@ -248,3 +250,10 @@ def test_nodes_are_those_that_rates_were_measured_on(given: int | None, nodes: i
     odd = PlanningStrategy(world_size=12)  # no multiple of 8, but hardware may come
     odd.predict_for({**hardware, "ranks_per_node": 4})
     assert odd.ranks_per_node == 4
+
+
+@pytest.mark.parametrize(("here", "given", "planned_for"), [("h200", None, "h200"), ("h200", "b200", "b200")])
+def test_times_are_those_of_the_gpu_that_is_there(here: str, given: str | None, planned_for: str, monkeypatch) -> None:
+    assert planned(world_size=2, hardware=given).hardware["name"] == (given or "h100")
+    monkeypatch.setattr(fake_world, "detected_hardware", lambda device, otherwise: hardware_from(here))
+    assert planned(world_size=2, hardware=given).hardware["name"] == planned_for
