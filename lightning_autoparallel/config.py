@@ -206,7 +206,8 @@ class PlanSpec:
     @property
     def name(self) -> str:
         """How reports call it."""
-        return f"{self.base} with {len(self.rules)} rules" if self.rules else self.base
+        rules = f" with {len(self.rules)} rule{'s' * (len(self.rules) > 1)}" if self.rules else ""
+        return f"{self.base}{rules}" if self.file is None else f"{self.base}{rules} of {self.file}"
 
     def axes(self) -> frozenset[str]:
         """The mesh axes that rules name."""

@@ -65,7 +65,7 @@ class AutoParallelStrategy(SavingStrategy):
     """Trains an unmodified LightningModule on a mesh of devices with the results of one device.
 
     Args:
-        mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1.
+        mesh: axis sizes, outermost first: ``dp_replicate``, ``dp_shard``, ``tp``; one may be -1 (to plan: or auto).
         plan: ``"auto"`` finds at the first training step where parameters lie and how everything is computed.
             ``"fsdp"`` shards parameters, gradients and optimizer state over all ``dp_*`` axes, ``"hsdp"`` over
             ``dp_shard`` only, ``"ddp"`` replicates them. ``{"base": ..., "rules": {...}}`` adds rules, on top of

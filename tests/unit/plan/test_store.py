@@ -42,6 +42,8 @@ def test_a_plan_comes_back_as_it_was(written):
     assert again == plan
     read = PlanSpec.parse(str(path))
     assert (read.base, read.rules, read.file) == (spec.base, spec.rules, str(path))
+    assert (spec.name, read.name) == ("fsdp with 3 rules", f"fsdp with 3 rules of {path}")
+    assert replace(spec, rules=spec.rules[:1]).name == "fsdp with 1 rule"
 
 
 def test_what_stays_gathered_is_written_too(written, tmp_path: Path):
