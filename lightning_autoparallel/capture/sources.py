@@ -148,10 +148,11 @@ def _callers() -> set[FrameType]:
 
 
 @contextlib.contextmanager
-def record_sources(module: nn.Module, call: TorchCall | None = None) -> Iterator[None]:
+def record_sources(module: nn.Module, call: TorchCall | None = None, is_called: bool = False) -> Iterator[None]:
     """Write ``source`` (the user's line) and ``module`` (the path of the submodule that runs) on every traced node.
 
-    ``call`` makes the step's calls of torch.
+    ``call`` makes the step's calls of torch. What no line inside does is of the user's line that calls, if the step
+    ``is_called`` by one.
     """
     names = {id(submodule): name for name, submodule in module.named_modules()}
     stack: list[str] = [""]
@@ -162,7 +163,7 @@ def record_sources(module: nn.Module, call: TorchCall | None = None) -> Iterator
     def leave(submodule: nn.Module, inputs: Any, output: Any) -> None:
         stack.pop()
 
-    beyond = _callers()  # a script that has it train made no node
+    beyond = set() if is_called else _callers()  # a script that has it train made no node
 
     def describe(frame: FrameType) -> dict[str, str]:
         line = user_line(frame, beyond)

@@ -330,7 +330,7 @@ def _export(request: StepRequest, step: _Step, repeat_blocks: bool) -> JointExpo
 def _step_contexts(request: StepRequest, state: StepState) -> Iterator[None]:
     unchecked: list[type] = []
     with (
-        record_sources(request.module, state.call),
+        record_sources(request.module, state.call, is_called=request.local),
         marked_edges(request.module, request.edges),
         backwards_inside(state.backwards.around),
         visible_checkpoint_regions(RegionWrites(request.module, state).around),

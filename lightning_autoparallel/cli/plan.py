@@ -60,7 +60,7 @@ class CommandTrainer(Trainer):
             datamodule: gives the sample batch.
             output: where to write the report as JSON.
             hardware: predict times for it: cpu, a100-80gb, h100, h100-96gb-500w, h200, b200, mi300x, a file of
-                `calibrate`, or {base: h100, KEY: MEASURED}; the GPU here unless given, h100 where there is none.
+                `calibrate`, or {base: h100, KEY: RATE}; the GPU here unless given, h100 where there is none.
             trace: write the predicted timeline to this file, for Perfetto or chrome://tracing.
             plot: draw predicted memory and timeline as PNG files into this folder.
             html: write the report to this file as a page for a browser.

@@ -391,7 +391,7 @@ def _find_within(
             add_up=context.earlier_gradients(captured) == "kept",
         )
         over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
-        if room_bytes < answers[0].stays_bytes < math.inf:  # the leanest: with less room it is found again
+        if room_bytes < answers[0].stays_bytes < math.inf:  # what the solver says where nothing fits, in less room, too
             raise over
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it

@@ -36,8 +36,8 @@ def cost_model(
 ) -> CostModel:
     """The costs of a mesh on the configured hardware, or on that of its devices; equal on all ranks.
 
-    That is ``cpu`` where processes talk over gloo, ``h100`` in a world without devices, and rank 0's GPU elsewhere;
-    ``warn`` is told where the table has no such GPU.
+    That is ``cpu`` where processes talk over gloo, and rank 0's GPU elsewhere, ``h100`` without one; ``warn`` is told
+    where the table has no such GPU.
 
     Raises:
         ConfigError: the hardware is not known.
@@ -49,11 +49,9 @@ def cost_model(
 
 
 def hardware_of_devices(backend: str, control: ControlGroup, warn: Callable[[str], None]) -> str:
-    """A name in the table of hardware; all ranks ask together."""
+    """A name in the table of hardware; all ranks ask together. A fake world stands for one of GPUs as are here."""
     if backend == "gloo":
         return "cpu"
-    if backend == "fake":
-        return "h100"
     name, unlisted = control.told_by_first((detected_hardware("cuda").name, unlisted_gpu()))
     if unlisted is not None:
         warn(

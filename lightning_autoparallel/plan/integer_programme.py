@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from lightning_autoparallel.plan.probing import settle
 from lightning_autoparallel.plan.problem import Problem
 from lightning_autoparallel.plan.programme import WHOLE, Programme
 
+_TO_SETTLE = 0.5  # of the time that is left
 GAP = 1e-3  # of the objective, to the bound that is proved
 
 
@@ -70,7 +72,8 @@ def solve(
     }.items():
         highs.setOptionValue(name, value)
     highs.passModel(programme.model())
-    taken, bound_us = _best(highs, programme, problem, start, gap, most_rounds, most_us)
+    end = time.monotonic() + time_limit_s
+    taken, bound_us = _best(highs, programme, problem, start, gap, most_rounds, most_us, end)
     return Solution(
         taken=taken,
         time_us=problem.time_us(taken),
@@ -89,9 +92,11 @@ def _best(
     gap: float,
     most_rounds: int | None,
     most_us: float,
+    end: float,
 ) -> tuple[tuple[int, ...], float]:
-    """The alternatives, and a bound of what any take."""
+    """The alternatives, and a bound of what any take; at ``end``, by the monotonic clock, what there is then."""
     bound_us, values = _relaxed(highs, problem, most_us), _values(highs)
+    _leave(highs, end)
     if bound_us is None:
         return _whole(highs, programme, problem, start, most_rounds)
     if programme.is_whole(values):
@@ -100,17 +105,28 @@ def _best(
     # Settling takes no rounds: where few are allowed, what is not that good is of no use.
     within_us = most_us if most_rounds is None else good_us
     known = _of_whole_ones(highs, programme, values, within_us, most_rounds)
+    _leave(highs, end)
     if known is None:
         return _whole(highs, programme, problem, start, most_rounds)
     if problem.time_us(known) <= good_us:
         return known, bound_us
     if start is not None and problem.fits(start):
         known = min(known, start, key=problem.time_us)
-    settle(highs, programme, problem.time_us(known), gap)
+    settle(highs, programme, problem.time_us(known), gap, _left_s(end) * _TO_SETTLE)
+    _leave(highs, end)
     with contextlib.suppress(InfeasiblePlanError):  # nothing better in time
         taken, proved_us = _whole(highs, programme, problem, known, most_rounds)
         return min(taken, known, key=problem.time_us), max(bound_us, proved_us)
     return known, bound_us
+
+
+def _left_s(end: float) -> float:
+    return max(end - time.monotonic(), 0.0)
+
+
+def _leave(highs: highspy.Highs, end: float) -> None:
+    """Give the next search what time is left: each has the limit for itself."""
+    highs.setOptionValue("time_limit", _left_s(end))
 
 
 def _values(highs: highspy.Highs) -> np.ndarray:

@@ -10,6 +10,7 @@ cpu` the programme in which everything that is gathered stays so took 25 s of CP
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,18 +22,20 @@ from lightning_autoparallel.plan.programme import WHOLE, Programme
 _BY_ROUNDING = 1e-6  # of the known time: by less is nothing proved to take longer
 
 
-def settle(highs: highspy.Highs, programme: Programme, known_us: float, gap: float) -> int:
+def settle(highs: highspy.Highs, programme: Programme, known_us: float, gap: float, time_limit_s: float) -> int:
     """Fix alternatives in ``highs`` that every combination in less than ``known_us`` takes; how many were fixed.
 
     It ends where the relaxed programme is whole, within ``gap`` of what is known, or settles nothing more.
     """
-    fixed = 0
+    fixed, end = 0, time.monotonic() + time_limit_s
     with _relaxed(highs):
+        highs.setOptionValue("time_limit", highs.getRunTime() + time_limit_s)  # which for this counts from the first
         while True:
             bound_us, values = _solved(highs), np.asarray(highs.getSolution().col_value)
             if bound_us is None or bound_us >= known_us * (1 - gap) or programme.is_whole(values):
                 return fixed
-            settled = sum(_is_settled(highs, column, known_us) for column in _leading(programme, values))
+            leading = _leading(programme, values)
+            settled = sum(time.monotonic() < end and _is_settled(highs, column, known_us) for column in leading)
             if not settled:
                 return fixed
             fixed += settled

@@ -23,11 +23,9 @@ from lightning_autoparallel.pipeline.summary import with_inference, with_optimiz
 from lightning_autoparallel.strategy.early_gradients import earlier_gradients
 from lightning_autoparallel.strategy.mesh_search import meshes, other_splits
 from lightning_autoparallel.strategy.one_rank import OneRankStrategy
-from lightning_autoparallel.strategy.planned_device import CPU, CUDA, PlannedDevice, lying_on
+from lightning_autoparallel.strategy.planned_device import CPU, PlannedDevice, lying_on
 from lightning_autoparallel.strategy.sampling import sample_training_batch, sample_validation_batch
 from lightning_autoparallel.strategy.steps import LightningSteps
-
-_ELSEWHERE = "h100"  # what a machine without a GPU plans for
 
 
 class PlanningStrategy(OneRankStrategy):
@@ -70,9 +68,8 @@ class PlanningStrategy(OneRankStrategy):
             **{**options, "compile": False, "capture": "step"},
         )
         self.planned_for = PlannedDevice(device)
-        here = detected_hardware(CUDA, _ELSEWHERE).name  # asked now: later there may seem to be a GPU
-        if self.config.hardware is None and (self.planned_for.is_missing or here != _ELSEWHERE):
-            self.predict_for(here)
+        if self.planned_for.is_missing and self.config.hardware is None:
+            self.predict_for(detected_hardware(device).name)  # asked now: later there seems to be a GPU
         self._searches = searches
         self.global_batch_size = _checked_rows(global_batch_size, searches)
         self.progress = StageProgress()  # whoever makes the Trainer knows whether to show any

@@ -97,8 +97,8 @@ class AutoParallelStrategy(SavingStrategy):
         leave_sharded: keep parameters in shards (DTensors) after ``fit`` and its siblings. Otherwise they and the
             optimizers' state are whole plain tensors on the host again, as after a training on one device, if they have
             at most 8 GB.
-        hardware: what times are predicted for: ``"h100"`` or another name of ``cost.HARDWARE``, a mapping with measured
-            rates, ``{"base": "h100", "matmul_fraction": 0.6}``, or the file that ``calibrate`` writes; unless given,
+        hardware: what times are predicted for: ``"h100"`` or another name of ``cost.HARDWARE``, a mapping with rates of
+            its own, ``{"base": "h100", "matmul_fraction": 0.6}``, or the file that ``calibrate`` writes; unless given,
             ``"cpu"`` over gloo, else rank 0's GPU.
         decompose_matmuls: where a matrix product reads what is gathered, or makes what is scattered, send it part by
             part beside the product. ``"auto"`` does so where the predicted step gets shorter (never over gloo),

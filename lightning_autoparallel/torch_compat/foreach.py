@@ -10,7 +10,7 @@ from torch import Tensor
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, 0-dim and in float32 or wider; 0 for an empty one."""
-    parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    parts = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     return list(torch._foreach_norm(parts, 2, dtype=wide))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import lightning_autoparallel
+from lightning_autoparallel.capture import capture_step
 from lightning_autoparallel.capture.data_dependence import data_dependent
 from lightning_autoparallel.capture.sources import is_user_file, place_of
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.fx import nodes as fxn
-from tests.unit._graphs import captured
+from tests.unit._graphs import captured, request_of
 
 SITE = Path(torch.__file__).parents[1]
 STANDARD = Path(contextlib.__file__).parent
@@ -104,6 +106,15 @@ class ReadTwice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.weight).sin() + (x * self.weight).cos()
+
+
+def test_what_no_line_of_a_module_does_is_of_the_line_that_calls_it():
+    """As in forward mode, where torch's own modules are captured by themselves."""
+    request = replace(request_of(nn.Linear(3, 3), torch.randn(4, 3)), run=torch.cat)
+    for is_local, file in ((True, "test_sources.py"), (False, "None")):
+        graph = capture_step(replace(request, local=is_local)).graph_module.graph
+        lines = [fxn.custom(node, "source") for node in graph.nodes if node.op == "call_function"]
+        assert [str(line).partition(":")[0] for line in lines] == [file]
 
 
 def test_what_no_line_of_the_step_does_is_not_of_the_script_that_trains():

@@ -17,7 +17,7 @@ from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
-from lightning_autoparallel.pipeline import partitioning, stages
+from lightning_autoparallel.pipeline import found_plan, partitioning, stages
 from lightning_autoparallel.pipeline.contest import Contest
 from lightning_autoparallel.pipeline.found_plan import FoundPlan
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
@@ -58,6 +58,22 @@ def test_where_memory_is_short_parameters_are_shared_out() -> None:
     roomy, tight = (found(budget, rows=64, reshard_after_forward=True) for budget in (80.0, 0.12))
     assert roomy.training_peak_bytes is not None and tight.training_peak_bytes is not None
     assert tight.training_peak_bytes <= 0.12 * GIB < roomy.training_peak_bytes
+
+
+def test_what_fits_by_no_reckoning_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In less room the solver would find the same plan again, and the passes what it needs."""
+    searched: list[float] = []
+    kept = found_plan.solved
+
+    def counted(captured: Any, context: Any, costs: Any, room_bytes: float, saved: Any) -> Any:
+        answers = kept(captured, context, costs, room_bytes, saved)
+        searched.append(answers[0].stays_bytes / room_bytes)
+        return answers
+
+    monkeypatch.setattr(found_plan, "solved", counted)
+    with pytest.raises(InfeasiblePlanError, match="the leanest plan that was found needs"):
+        found(0.2)
+    assert len(searched) == 1 and searched[0] > 1
 
 
 class WithSGD(Deep):

@@ -33,7 +33,7 @@ def test_the_best_is_left(overlaps: int, limits: int, above: float) -> None:
         if not math.isinf(best):
             programme = Programme(given)
             highs = solver(programme)
-            fixed += settle(highs, programme, best * above, GAP)
+            fixed += settle(highs, programme, best * above, GAP, 60.0)
             highs.run()
             taken = programme.taken(np.asarray(highs.getSolution().col_value))
             assert given.time_us(taken) == pytest.approx(best, rel=1e-4), seed
@@ -46,9 +46,9 @@ def test_what_shares_leave_open_is_settled_by_what_is_known() -> None:
     assert (given.time_us((0,)), given.time_us((1,))) == (2.0, 3.0)
     for known_us, settled in ((2.0, 1), (3.0, 0), (4.0, 0)):
         programme = Programme(given)
-        assert settle(solver(programme), programme, known_us, GAP) == settled
+        assert settle(solver(programme), programme, known_us, GAP, 60.0) == settled
 
 
 def test_nothing_is_settled_where_what_is_known_is_as_good_as_can_be() -> None:
     programme = Programme(problem(0, 0, 0))
-    assert settle(solver(programme), programme, 0.0, GAP) == 0
+    assert settle(solver(programme), programme, 0.0, GAP, 60.0) == 0

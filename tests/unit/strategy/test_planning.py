@@ -15,7 +15,7 @@ from torch import nn
 from lightning_autoparallel import plan
 from lightning_autoparallel.cost.hardware import hardware_from
 from lightning_autoparallel.errors import CaptureError, ConfigError, InfeasiblePlanError
-from lightning_autoparallel.strategy import fake_world
+from lightning_autoparallel.pipeline import predict
 from lightning_autoparallel.strategy.fake_world import PlanningStrategy
 from lightning_autoparallel.torch_compat.collectives import init_fake_world
 
@@ -252,8 +252,13 @@ def test_nodes_are_those_that_rates_were_measured_on(given: int | None, nodes: i
     assert odd.ranks_per_node == 4
 
 
-@pytest.mark.parametrize(("here", "given", "planned_for"), [("h200", None, "h200"), ("h200", "b200", "b200")])
-def test_times_are_those_of_the_gpu_that_is_there(here: str, given: str | None, planned_for: str, monkeypatch) -> None:
-    assert planned(world_size=2, hardware=given).hardware["name"] == (given or "h100")
-    monkeypatch.setattr(fake_world, "detected_hardware", lambda device, otherwise: hardware_from(here))
+@pytest.mark.parametrize(("given", "planned_for"), [(None, "h200"), ("b200", "b200")])
+def test_times_are_those_of_the_gpu_that_is_there(given: str | None, planned_for: str, monkeypatch) -> None:
+    monkeypatch.setattr(predict, "detected_hardware", lambda device: hardware_from("h200"))
     assert planned(world_size=2, hardware=given).hardware["name"] == planned_for
+
+
+def test_a_gpu_that_no_table_has_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(predict, "unlisted_gpu", lambda: "NVIDIA L40S")
+    with pytest.warns(UserWarning, match="L40S is in no table of hardware, and is taken for h100"):
+        plan(Net(), BATCH, world_size=2, plan="fsdp")
