@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_autoparallel.capture import BatchLayout, Watcher, made_again
 from lightning_autoparallel.compile import run_step
 from lightning_autoparallel.contracts import PassedOn
+from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline.agreed_calls import Agreement
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.local_calls import passed_on, runs_again, state_of
@@ -120,11 +121,37 @@ class ReadyStep:
         if not any(leaf.requires_grad for leaf in self.layout.tensors):
             return None
         statics = {i: leaf for i, (_, leaf) in enumerate(self.leaves) if not isinstance(leaf, Tensor)}
+        before = self._found_now()
 
         def run(values: list[Tensor]) -> Any:
+            self._check_again(before)
             return self.call.run(self.rebuild(with_statics(values, statics)), Watcher(self.counters))
 
         return runs_again(self.engine.module, self.variant.step.captured, run, self.engine.device)
+
+    def _found_now(self) -> tuple[Any, ...]:
+        """What the call finds besides tensors: modes of its modules, and numbers that are fed."""
+        owner = self.engine.module.get_submodule(self.call.path)
+        counters = {**self.counters, **static_leaves(self.leaves)}
+        return tuple(module.training for module in owner.modules()), self.variant.fed(counters)
+
+    def _check_again(self, before: tuple[Any, ...]) -> None:
+        """Whether its own code, run now, does what the call did, and nothing a second time.
+
+        Raises:
+            CaptureError: it does not.
+        """
+        why = ""
+        if self.variant.state.writes.has_any or self.variant.effects.count():
+            why = "it also writes, logs or updates a metric, which would happen twice"
+        elif self._found_now() != before or not self.variant.holds({**self.counters, **static_leaves(self.leaves)}):
+            why = "modes of modules or values that it reads are others by now than when it was called"
+        if why:
+            raise CaptureError(
+                f"a gradient of {self.call.name} is differentiated again, for which the module's own code runs once "
+                f"more, but {why}: change them behind the backward, or leave the module out of "
+                "capture={'forward': [...]}, so that its own code runs the first time, too"
+            )
 
     def _row_dims(self, outputs: Sequence[Tensor]) -> dict[int, int]:
         captured = self.variant.step.captured

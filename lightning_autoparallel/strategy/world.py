@@ -38,6 +38,7 @@ from lightning_autoparallel.pipeline import ControlGroup
 from lightning_autoparallel.pipeline.agreement import other_place
 from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
 from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
+from lightning_autoparallel.strategy.gathered_ranks import gathered_with_gradients
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
@@ -298,6 +299,8 @@ class WorldStrategy(ParallelStrategy):
             if self._mesh.data_parallel_size == 1:
                 return tensor.unsqueeze(0)
             group = self._mesh.submesh(self._mesh.data_parallel_axes).get_group()
+            if sync_grads:
+                return gathered_with_gradients(tensor, group)
         return all_gather_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

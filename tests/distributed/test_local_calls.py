@@ -92,6 +92,20 @@ def of_one(module: Calls, x: Tensor) -> Tensor:
     return several(module, x)[0]
 
 
+def counting(module: Calls, x: Tensor) -> Tensor:
+    """Writes an attribute, which its own code run again would write again."""
+    module.calls = getattr(module, "calls", 0) + 1
+    return torch.tanh(module.linear(x)) * module.calls
+
+
+def in_its_mode(module: Calls, x: Tensor) -> Tensor:
+    return torch.tanh(module.linear(x)) * (2.0 if module.training else 1.0)
+
+
+def with_its_rate(module: Calls, x: Tensor) -> Tensor:
+    return torch.tanh(module.linear(x)) * module.rate
+
+
 def tied(module: Calls, x: Tensor) -> Tensor:
     return module.linear(x)
 
@@ -125,6 +139,32 @@ def check_second_order_beside_a_buffer() -> None:
     """The buffer is an output of the graph, before the results; one that is differentiated alone, too."""
     compare(several, penalty_of_one)
     compare(of_one, penalty)
+
+
+def check_what_is_others_by_then() -> None:
+    """The module's own code runs for gradients of gradients: later, and a second time."""
+
+    def refusal(forward: Forward, meanwhile: Callable[[nn.Module], None], rate: float = 2.0) -> str:
+        root = around(forward)
+        root["net"].rate = rate
+        call, given = caller(engine_of(root, MESHES[2])), mine().requires_grad_()
+        scores = call("net", given)
+        meanwhile(root["net"])
+        return raised(lambda: torch.autograd.grad(scores.sum(), given, create_graph=True))
+
+    def slower(module: nn.Module) -> None:
+        module.rate = 1.0
+
+    def nothing(module: nn.Module) -> None:
+        """All is as it was."""
+
+    for forward, meanwhile, why in (
+        (counting, nothing, "it also writes, logs or updates a metric"),
+        (in_its_mode, nn.Module.eval, "modes of modules or values that it reads are others"),
+        (with_its_rate, slower, "modes of modules or values that it reads are others"),
+    ):
+        assert why in refusal(forward, meanwhile), forward
+    assert not refusal(in_its_mode, nothing) and not refusal(with_its_rate, nothing)
 
 
 def check_buffers_that_are_read_and_changed() -> None:
@@ -209,6 +249,7 @@ def check_one_rank_fails() -> None:
 CHECKS = [
     check_second_order,
     check_second_order_beside_a_buffer,
+    check_what_is_others_by_then,
     check_buffers_that_are_read_and_changed,
     check_tied,
     check_layouts,

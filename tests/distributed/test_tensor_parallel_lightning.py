@@ -132,6 +132,10 @@ def decisions() -> dict[str, Any]:
         mine["sum"] = float(strategy.reduce(torch.tensor(rank), reduce_op="sum"))
         mine["gathered"] = strategy.all_gather(torch.tensor(rank)).tolist()
         mine["gathered by the module"] = module.all_gather({"rank": torch.tensor(rank)})["rank"].tolist()
+        own = torch.tensor([rank], requires_grad=True)
+        everyone = module.all_gather(own, sync_grads=True).flatten()
+        (everyone * torch.tensor([1.0, 10.0]) * (1 + rank)).sum().backward()
+        mine["its gradient"] = own.grad.tolist()
         mine["of all"] = float(strategy.reduce(torch.tensor(rank), group=dist.group.WORLD, reduce_op="sum"))
         mine["unanimous"] = strategy.reduce_boolean_decision(True)
         mine["all but one"] = strategy.reduce_boolean_decision(dist.get_rank() != 1)
@@ -152,6 +156,8 @@ def test_ranks_agree(worlds: Worlds) -> None:
             "sum": 3,
             "gathered": sorted([rank, other]),
             "gathered by the module": sorted([rank, other]),
+            # each of the two at this place on tp took (1 + its rank) times what belongs to a place in what it gathered
+            "its gradient": [(2 + rank + other) * (1.0 if rank < other else 10.0)],
             "of all": 6,
             "unanimous": True,
             "all but one": False,
