@@ -19,6 +19,7 @@ from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.lightning_tools import syncs_norms
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.recorder import LightningEffects
+from lightning_autoparallel.strategy.shared_losses import SharedLosses
 
 PRECISION_CONTEXTS = {
     "training_step": "train_step_context",
@@ -47,6 +48,7 @@ class ForwardSteps:
         self._rows = RowsOfBatch()
         self.calls = ModuleCalls(engine, self, names, syncs_norms(trainer))
         self._buffers, self._has_run = SharedBuffers(module, engine.context), False
+        self._losses = SharedLosses(engine.context.control, warn)
 
     def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int], rows: RowsOfBatch) -> Any:
         """One real step.
@@ -71,6 +73,8 @@ class ForwardSteps:
         except Exception as caught:  # raised again below, once every rank knows
             error = caught
         self._end(name, output, error)
+        if name == "training_step":
+            self._losses.check(name, output)
         return output
 
     def give_way(self) -> None:

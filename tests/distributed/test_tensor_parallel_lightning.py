@@ -182,6 +182,38 @@ def test_ranks_that_should_share_rows_and_do_not(worlds: Worlds) -> None:
         )
 
 
+class Deciding(Split):
+    """Decides by a value, so that its Python runs on every rank."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.weight() if float(loss.detach()) > 0 else loss
+
+    def weight(self) -> float:
+        return 1.0
+
+
+class DecidingByRank(Deciding):
+    """Ranks with the same rows weigh them otherwise."""
+
+    def weight(self) -> float:
+        return 1.0 + self.global_rank % 2
+
+
+class DecidingByShard(Deciding):
+    """As ranks of DDP may."""
+
+    def weight(self) -> float:
+        return 1.0 + self.global_rank // 2
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Deciding, 0), (DecidingByRank, 1), (DecidingByShard, 0)])
+def test_copies_of_a_shard_that_come_to_other_losses_are_told(kind: type[Net], told: int, worlds: Worlds) -> None:
+    outcomes = worlds(4).run(train, kind, MESH, 4)
+    text = "ranks 0 and 1 compute parts of the same rows, but training_step has the loss"
+    assert [outcome.said(text) for outcome in outcomes] == [told, 0, 0, 0]
+
+
 class Seen(Split):
     """Keeps the targets that it was given."""
 
