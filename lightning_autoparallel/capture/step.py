@@ -361,7 +361,7 @@ def _explained(request: StepRequest) -> Iterator[None]:
             line = fxn.custom(error.node, "source") or "?"
             raise CaptureError(
                 f"{line} calls {error.operator}, which raises by a tensor's values or has another effect: torch keeps "
-                f"such calls in order, and a graph of tensors alone has no place for them"
+                "such calls in order, and a graph of tensors alone has no place for them"
             ) from error
         cause: BaseException | None = error
         while cause is not None:
