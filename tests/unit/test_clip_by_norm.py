@@ -38,6 +38,15 @@ def test_wide_complex_gradients_have_a_wide_norm() -> None:
     torch.testing.assert_close(clip_by_norm(gradients, 0.5, None), expected)
 
 
+def test_gradients_that_are_conjugates_are_scaled_where_they_lie() -> None:
+    """As autograd gives them: views of another tensor's memory, read as its conjugates."""
+    gradient = torch.randn(3, 4, dtype=torch.cfloat).conj()
+    before = gradient.clone()
+    norm = clip_by_norm([gradient], 0.5, None)
+    torch.testing.assert_close(norm, torch.view_as_real(before.resolve_conj()).norm())
+    torch.testing.assert_close(gradient.resolve_conj(), before.resolve_conj() * (0.5 / (norm + 1e-6)))
+
+
 def _check_clipped(gradients: list[torch.Tensor]) -> None:
     parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
