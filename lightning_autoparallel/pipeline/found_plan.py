@@ -7,7 +7,7 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -44,7 +44,7 @@ from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, r
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.solved_plans import solved
 from lightning_autoparallel.pipeline.staying import check_staying, staying
-from lightning_autoparallel.plan import first_spec, kept_plan_of, matching
+from lightning_autoparallel.plan import Activations, first_spec, kept_plan_of, matching
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -339,7 +339,7 @@ def _find_within(
         InfeasiblePlanError: there is none that fits; a TooLargeError where the passes say so.
     """
     found, room_bytes = context.found, budget_bytes
-    saved = _saved(captured, context, policy)
+    read = _activations(captured, context, policy)
     seen: list[Mapping[str, Any]] = []
     over: TooLargeError | None = None
     found.policy, found.predicted_us = policy, None
@@ -349,7 +349,7 @@ def _find_within(
     while True:
         context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for what stays")
         try:
-            answers = _found(captured, context, costs, room_bytes, held, saved)
+            answers = _found(captured, context, costs, room_bytes, held, read)
         except InfeasiblePlanError as error:
             raise (over or error) from error
         held = None
@@ -377,13 +377,13 @@ def _find_within(
         seen += [answer.document for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
         plan = plans[answers.index(leanest.answer)]
-        activations = saved_bytes(captured, plan, saved)
+        activations = saved_bytes(captured, plan, read.saved)
         shortfall = Shortfall(
             captured=captured,
             plan=plan,
             needed_bytes=leanest.needed_bytes,
             kept_bytes=leanest.kept_bytes,
-            saved=saved,
+            saved=read.saved,
             reserved=reserved,
             budget_bytes=budget_bytes,
             ranks_per_node=costs.hardware.ranks_per_node,
@@ -401,16 +401,18 @@ def _find_within(
             raise over
 
 
-def _saved(captured: CapturedGraph, context: StageContext, policy: str | CheckpointFunction) -> frozenset[str]:
+def _activations(captured: CapturedGraph, context: StageContext, policy: str | CheckpointFunction) -> Activations:
     """What the backward will read; every rank calls it, and where a policy fails on one, all raise."""
     error: Exception | None = None
-    saved: frozenset[str] = frozenset()
+    read = Activations()
     try:
-        saved = saved_values(captured, context.config.gathers_again(), policy)
+        saved_with = partial(saved_values, captured, context.config.gathers_again())
+        saved = saved_with(policy)
+        read = Activations(saved=saved, recomputed=frozenset() if policy == "none" else saved_with("none") - saved)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
-    return saved
+    return read
 
 
 def _take(
@@ -442,7 +444,7 @@ def _found(
     costs: CostModel,
     room_bytes: float,
     held: Mapping[str, Any] | None,
-    saved: Collection[str],
+    read: Activations,
 ) -> tuple[Answer, ...]:
     error: Exception | None = None
     found: tuple[Answer, ...] = ()
@@ -450,7 +452,7 @@ def _found(
         try:
             assert context.found.question is not None
             known = answer(held, context.found.question, captured)
-            found = (known,) if known is not None else solved(captured, context, costs, room_bytes, saved)
+            found = (known,) if known is not None else solved(captured, context, costs, room_bytes, read)
         except AutoParallelError as ours:
             error = ours
         except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan

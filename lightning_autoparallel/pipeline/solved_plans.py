@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import KEEPING, Answer
 from lightning_autoparallel.pipeline.staying import told_of_staying
-from lightning_autoparallel.plan import first_spec, make_plans, plan_document
+from lightning_autoparallel.plan import Activations, first_spec, make_plans, plan_document
 
 if TYPE_CHECKING:
     from lightning_autoparallel.pipeline.stages import StageContext
@@ -23,7 +22,7 @@ _KEEPS = "plan auto: what is gathered for the forward stays so until the backwar
 
 
 def solved(
-    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float, saved: Collection[str]
+    captured: CapturedGraph, context: StageContext, costs: CostModel, room_bytes: float, activations: Activations
 ) -> tuple[Answer, ...]:
     """Its best, and others; then its best where all that is gathered stays so until the backward, if that is left open.
 
@@ -33,7 +32,7 @@ def solved(
     Raises:
         InfeasiblePlanError: there is no room for any.
     """
-    solve = partial(_answers, captured, context, costs, room_bytes, saved)
+    solve = partial(_answers, captured, context, costs, room_bytes, activations)
     again = context.config.gathers_again()
     answers = solve(gathered_again=again)
     may_pay = answers[0].exposed_share > 1 - 1 / KEEPING
@@ -50,7 +49,7 @@ def _answers(
     context: StageContext,
     costs: CostModel,
     room_bytes: float,
-    saved: Collection[str],
+    activations: Activations,
     gathered_again: bool,
     with_others: bool = True,
 ) -> tuple[Answer, ...]:
@@ -62,7 +61,7 @@ def _answers(
         costs=costs,
         room_bytes=room_bytes,
         explains=context.config.explain is not None,
-        saved=saved,
+        activations=activations,
         state=context.found.state,
         gathered_again=gathered_again,
         with_others=with_others,

@@ -54,7 +54,8 @@ class AxisChoices:
     """The problem of an axis, and what its alternatives mean.
 
     ``free`` are placeholders that ``axis.pins`` does not fix. Where ``fixed`` says what every call does, parameters are
-    all that there is to choose. They, and what is ``saved`` for the backward, may have ``room_bytes`` on a rank.
+    all that there is to choose. They, what is ``saved`` for the backward, and what is ``recomputed`` of a block at a
+    time may have ``room_bytes`` on a rank.
     """
 
     axis: AxisProblem
@@ -63,6 +64,7 @@ class AxisChoices:
     fixed: Mapping[fx.Node, Candidate] | None = None
     room_bytes: float = math.inf
     saved: tuple[Producer, ...] = ()
+    recomputed: tuple[Producer, ...] = ()
     tied: bool = True
     _candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
     _derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
@@ -200,14 +202,18 @@ class AxisChoices:
         return [size / (self.times.size if is_shard(c.outputs[index]) else 1) for c in self._candidates[node]]
 
     def _passing(self) -> Iterator[dict[int, tuple[float, ...]]]:
-        """Of each block, one for those that are tied: what is there of its parameters while it is computed."""
-        parts: dict[Part | None, dict[Class, fx.Node]] = defaultdict(dict)
-        for node in self.free:
-            parts[self._repeats.parts[node]].setdefault(self._classes[node], node)
-        for nodes in parts.values():
+        """Of each block, one for those that are tied: its parameters while it is computed, and what is recomputed."""
+        parts: dict[Part | None, dict[tuple[Class, int | None], Sequence[float]]] = defaultdict(dict)
+        for node, parameter in self.free.items():
+            passing: Sequence[float] = [way.passing_bytes for way in parameter.ways]
+            parts[self._repeats.parts[node]].setdefault((self._classes[node], None), passing)
+        for node, index in self.recomputed:
+            part = parts[self._repeats.parts[node]]
+            part.setdefault((self._classes[node], index), self.saved_bytes((node, index)))
+        for passed in parts.values():
             sizes: dict[int, tuple[float, ...]] = {}
-            for each, node in nodes.items():
-                _add(sizes, self._numbers[each], [way.passing_bytes for way in self.free[node].ways])
+            for (each, _), passing in passed.items():
+                _add(sizes, self._numbers[each], passing)
             yield sizes
 
     def _parts(self) -> list[Part | None]:

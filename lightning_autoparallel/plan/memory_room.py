@@ -13,7 +13,7 @@ from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.plan.integer_programme import Solution, solve
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
-from lightning_autoparallel.plan.problem import Problem, priced
+from lightning_autoparallel.plan.problem import Problem, priced, unlimited
 
 _AS_FAST = 1.002  # times the best
 _PRICE = 0.02  # of the best plan's time, for all the room that there is
@@ -69,7 +69,7 @@ def best_that_fits(problem: Problem) -> Solution:
         return solution
     dear = priced(problem, _DEAR * solution.time_us / stays_bytes(problem, solution.taken))
     try:
-        least = solve(replace(dear, limits=()), _LEAST_LIMIT_S, start=solution.taken)
+        least = solve(unlimited(dear), _LEAST_LIMIT_S, start=solution.taken)
     except InfeasiblePlanError:  # its time was up
         least = solution
     try:

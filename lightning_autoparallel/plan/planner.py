@@ -27,6 +27,7 @@ from lightning_autoparallel.cost.placement import GENERIC, PlacementRates, redis
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.plan.activations import Activations
 from lightning_autoparallel.plan.automatic import FoundAxis, find_axis, found_spec
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.plan.explain import SearchedAxis, explain_found
@@ -36,10 +37,11 @@ from lightning_autoparallel.plan.other_axes import OtherAxes
 from lightning_autoparallel.plan.parameter_alternatives import allowed_ways, free_parameters
 from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters
 from lightning_autoparallel.plan.pinned_edges import edge_pins
-from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
+from lightning_autoparallel.plan.solve import AxisProblem, Producer, producer_of, solve_axis
 
 Warn = Callable[[str], None]
 Choices = Mapping[fx.Node, Candidate]
+_NONE = Activations()
 
 
 def plan_axes(plan: str | PlanSpec, mesh: ParallelMesh) -> tuple[PlanAxis, ...]:
@@ -96,7 +98,7 @@ class _Planning:
     costs: CostModel | None
     room_bytes: float
     with_others: bool
-    saved: Collection[str]
+    activations: Activations
     state: OptimizerState
     gathered_again: bool
 
@@ -137,7 +139,7 @@ def make_plans(
     computes_whole: bool = False,
     explains: bool = False,
     with_others: bool = True,
-    saved: Collection[str] = (),
+    activations: Activations = _NONE,
     state: OptimizerState = ADAMW,
     gathered_again: bool = True,
 ) -> tuple[ShardingPlan, ...]:
@@ -145,11 +147,11 @@ def make_plans(
 
     What it finds is followed by others, unlike it and nearly as good, if it is to be; any other plan is one.
 
-    Of what it finds, parameters with their gradients and the ``state`` of their optimizers, what is ``saved`` for the
-    backward (by names of nodes), and what is gathered for a block at a time, have ``room_bytes`` on a rank. Parameters
-    are ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole`` gathers every
-    parameter that it uses, whatever rules say of how to compute with it. What was found ``explains`` itself if that is
-    asked for, which keeps all that there was to choose from.
+    Of what it finds, parameters with their gradients and the ``state`` of their optimizers, the
+    ``activations`` that the backward reads, and what is gathered for a block at a time, have ``room_bytes`` on a rank.
+    Parameters are ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole``
+    gathers every parameter that it uses, whatever rules say of how to compute with it. What was found ``explains``
+    itself if that is asked for, which keeps all that there was to choose from.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -175,7 +177,7 @@ def make_plans(
         costs=costs if spec.base == AUTO else None,
         room_bytes=room_bytes,
         with_others=with_others,
-        saved=saved,
+        activations=activations,
         state=state,
         gathered_again=gathered_again,
     )
@@ -284,7 +286,9 @@ def _find(
         for name, storage in placed.items()
     }
     problem = _axis_problem(planning, axis, position, others)
-    saved = tuple(producer_of(node) for node in problem.graph.nodes if node.name in planning.saved)
+    saved = _producers(problem.graph, planning.activations.saved)
+    recomputed = _producers(problem.graph, planning.activations.recomputed)
+    room_bytes, with_others = planning.room_bytes, planning.with_others
     return [
         _Found(
             axis=found,
@@ -298,8 +302,12 @@ def _find(
                 axis=axis,
             ),
         )
-        for found in find_axis(problem, axis, free, costs, fixed, planning.room_bytes, planning.with_others, saved)
+        for found in find_axis(problem, axis, free, costs, fixed, room_bytes, with_others, saved, recomputed)
     ]
+
+
+def _producers(graph: fx.Graph, names: Collection[str]) -> tuple[Producer, ...]:
+    return tuple(producer_of(node) for node in graph.nodes if node.name in names)
 
 
 def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:

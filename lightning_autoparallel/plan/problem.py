@@ -89,13 +89,15 @@ Sizes = Mapping[int, tuple[float, ...]]  # bytes of each alternative, by number 
 class Limit:
     """What a rank has room for: the sum of ``sizes_bytes``, and the largest of ``passing_bytes``, at most.
 
-    The former stay through the step; of the latter, those of one part of it at a time.
+    The former stay through the step; of the latter, those of one part of it at a time. All of it may have a price,
+    ``us_per_byte``: of plans that are as fast, the lean is then preferred.
     """
 
     name: str
     sizes_bytes: Sizes
     most_bytes: float
     passing_bytes: tuple[Sizes, ...] = ()
+    us_per_byte: float = 0.0
 
     def size_bytes(self, taken: Sequence[int]) -> float:
         """Of what ``taken`` has, the alternative of every choice."""
@@ -128,17 +130,19 @@ class Problem:
         """The total of one alternative for each choice; infinite where a value cannot get to a reader."""
         own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
         moved = [value.time_us(taken) for value in self.values]
-        return own + sum(moved) + sum(overlap.time_us(taken, moved) for overlap in self.overlaps)
+        priced = sum(limit.us_per_byte * limit.size_bytes(taken) for limit in self.limits if limit.us_per_byte)
+        return own + sum(moved) + sum(overlap.time_us(taken, moved) for overlap in self.overlaps) + priced
 
 
 def priced(problem: Problem, us_per_byte: float) -> Problem:
-    """The problem where what stays on a rank has its price: of plans that are as fast, it prefers the lean."""
-    times = [list(choice.times_us) for choice in problem.choices]
-    for limit in problem.limits:
-        for number, sizes in limit.sizes_bytes.items():
-            times[number] = [time + us_per_byte * size for time, size in zip(times[number], sizes, strict=True)]
-    choices = tuple(replace(c, times_us=tuple(t)) for c, t in zip(problem.choices, times, strict=True))
-    return replace(problem, choices=choices)
+    """The problem where what a rank has room for has its price."""
+    return replace(problem, limits=tuple(replace(limit, us_per_byte=us_per_byte) for limit in problem.limits))
+
+
+def unlimited(problem: Problem) -> Problem:
+    """The problem with room for everything."""
+    limits = tuple(replace(limit, most_bytes=math.inf) for limit in problem.limits)
+    return replace(problem, limits=limits)
 
 
 def restricted(problem: Problem, fixed: Fixed) -> Problem:

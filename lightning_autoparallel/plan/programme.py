@@ -11,7 +11,7 @@ placements that may follow each other, ``e[r, s, t]`` in [0, 1] says that it is 
     h >= sum of (sent - computed) * x - sum of its moves * m        for each overlap
     p >= sum of passing bytes * x                                   for each part of a limit, in shares of it
     sum of bytes * x + p <= most                                    for each limit, in shares of it
-    minimise  sum of times * x + sum of moves * m + sum of h
+    minimise  sum of times * x + sum of moves * m + sum of h + price * (sum of bytes * x + p) of each limit
 
 Where one reader wants a value, m is e itself. With x integral, e and m are.
 """
@@ -51,7 +51,7 @@ class Programme:
         for overlap in problem.overlaps:
             self._overlap(overlap)
         for limit in problem.limits:
-            if not math.isinf(limit.most_bytes):
+            if not math.isinf(limit.most_bytes) or limit.us_per_byte:
                 self._limit(limit)
 
     @property
@@ -109,20 +109,25 @@ class Programme:
         self._row(0, math.inf, entries)
 
     def _limit(self, limit: Limit) -> None:
-        entries = self._shares(limit.sizes_bytes, limit.most_bytes)
+        is_limit = not math.isinf(limit.most_bytes)
+        unit_bytes = limit.most_bytes if is_limit else _largest(limit)
+        entries = self._shares(limit.sizes_bytes, unit_bytes)
+        for column, share in entries.items():
+            self.costs[column] += limit.us_per_byte * unit_bytes * share
         if limit.passing_bytes:
-            passing = self._column(0.0)
+            passing = self._column(limit.us_per_byte * unit_bytes, upper=math.inf)
             entries[passing] = 1.0
             for sizes in limit.passing_bytes:
-                shares = self._shares(sizes, limit.most_bytes)
+                shares = self._shares(sizes, unit_bytes)
                 self._row(0, math.inf, {passing: 1.0, **{column: -share for column, share in shares.items()}})
-        self._row(-math.inf, 1.0, entries)
+        if is_limit:
+            self._row(-math.inf, 1.0, entries)
 
-    def _shares(self, sizes_bytes: Sizes, most_bytes: float) -> dict[int, float]:
+    def _shares(self, sizes_bytes: Sizes, unit_bytes: float) -> dict[int, float]:
         entries: dict[int, float] = defaultdict(float)
         for choice, sizes in sizes_bytes.items():
             for k, column in self.alternatives[choice].items():
-                entries[column] += sizes[k] / most_bytes
+                entries[column] += sizes[k] / unit_bytes
         return entries
 
     def _pairs(self, value: Value, reader: Reader, paying: bool) -> dict[tuple[int, int], int]:
@@ -179,3 +184,9 @@ class Programme:
                 values[column] = float(number == k)
         solution.col_value = list(values)
         return solution
+
+
+def _largest(limit: Limit) -> float:
+    """Of all sizes in it, in bytes: entries of rows are to be neither huge nor tiny."""
+    parts = (limit.sizes_bytes, *limit.passing_bytes)
+    return max((size for part in parts for sizes in part.values() for size in sizes), default=0.0) or 1.0

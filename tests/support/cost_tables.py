@@ -37,7 +37,7 @@ def tables(problem: Problem, without: Collection[int] = ()) -> list[Table]:
         *own,
         *moved.values(),
         *shown,
-        *(_of_limit(limit, sizes) for limit in problem.limits if limit.most_bytes < math.inf),
+        *(_of_limit(limit, sizes) for limit in problem.limits if limit.most_bytes < math.inf or limit.us_per_byte),
     ]
 
 
@@ -93,7 +93,7 @@ def _of_limit(limit: Limit, sizes: Sequence[int]) -> Table:
     for part in limit.passing_bytes:
         passing = np.maximum(passing, _bytes_of(part, scope))
     kept = _bytes_of(limit.sizes_bytes, scope) + passing
-    return Table(scope, np.where(kept > limit.most_bytes, np.inf, 0.0))
+    return Table(scope, np.where(kept > limit.most_bytes, np.inf, limit.us_per_byte * kept))
 
 
 def _bytes_of(given: Sizes, scope: Sequence[int]) -> Costs:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.cost import CostModel, hardware_from, mesh_groups
 from lightning_autoparallel.cost.optimizer import OptimizerState
 from lightning_autoparallel.errors import InfeasiblePlanError
+from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard, placement_text
 from lightning_autoparallel.pipeline.predict import step_update_us
 from lightning_autoparallel.plan import (
+    Activations,
     automatic,
     axis_choices,
     make_plan,
+    make_plans,
     plan_document,
     planner,
     read_plan,
@@ -205,9 +209,8 @@ def test_each_plan_says_how_far_from_the_best_it_is_itself(fake_mesh, monkeypatc
     seen: list[automatic.FoundAxis] = []
 
     def find_axis(*arguments: Any) -> tuple[automatic.FoundAxis, ...]:
-        problem, axis, free, costs, fixed, room_bytes, _, saved = arguments
-        found = automatic.find_axis(problem, axis, free, costs, fixed, room_bytes, True, saved)
-        seen.extend(found if not axis.shards_batch else ())
+        found = automatic.find_axis(*arguments[:6], True, *arguments[7:])
+        seen.extend(found if not arguments[1].shards_batch else ())
         return found[:1]
 
     monkeypatch.setattr(planner, "find_axis", find_axis)
@@ -319,6 +322,27 @@ def test_what_stays_on_a_rank_has_room(fake_mesh) -> None:
     assert whole > 7e4 >= kept_bytes(graph, plans[7e4]) > 4e4 >= kept_bytes(graph, plans[4e4]) > 0
     with pytest.raises(InfeasiblePlanError, match=r"no plan .* at least .* GiB .* more ranks"):
         make_plan(graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), room_bytes=whole / 5)
+
+
+def test_what_is_recomputed_has_room_a_block_at_a_time(fake_mesh) -> None:
+    """Of hidden values of three blocks, saved values are all there at once and recomputed ones of a block.
+
+    Where a block's have no room whole, they are cut though that takes longer over slow links.
+    """
+    mesh, graph = fake_mesh(**MESH), captured(Blocks(3), torch.randn(64, 64, 16), shards=2)
+    hidden = [node for node in graph.graph_module.graph.nodes if node.name.startswith("relu")]
+    (hidden_bytes,) = {fxn.size_bytes(node.meta["val"]) / mesh.data_parallel_size for node in hidden}
+    names = [node.name for node in hidden]
+    find = partial(make_plans, graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), with_others=False)
+    neither, recomputed, saved = (
+        find(activations=read)[0] for read in (Activations(), Activations(recomputed=names), Activations(saved=names))
+    )
+    assert recomputed.stays_bytes == neither.stays_bytes + hidden_bytes
+    assert saved.stays_bytes == neither.stays_bytes + 3 * hidden_bytes
+    (tight,) = find(activations=Activations(recomputed=names), room_bytes=neither.stays_bytes + 0.9 * hidden_bytes)
+    for plan, text in ((recomputed, "R"), (tight, "S(1)")):
+        lying = [plan.nodes[name].outputs[0] for name in names]
+        assert {placement_text(placements[1]) for placements in lying if placements is not None} == {text}
 
 
 class Table(nn.Module):

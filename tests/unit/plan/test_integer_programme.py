@@ -12,7 +12,7 @@ import pytest
 from lightning_autoparallel.errors import InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.plan import integer_programme
 from lightning_autoparallel.plan.integer_programme import GAP, solve
-from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
+from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value, priced, unlimited
 from tests.support.cost_tables import added, best_of_all, tables
 from tests.support.variable_elimination import least_of_all
 
@@ -98,6 +98,21 @@ def test_as_good_as_the_best_of_all_combinations(overlaps: int, limits: int) -> 
         assert found.bound_us <= best + 1e-6, seed
     assert 30 < possible < 150
     assert (short > 5) == bool(limits), "some problems have no room, and nothing else against them"
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_what_stays_and_passes_has_its_price(has_room: bool) -> None:
+    """Of all that is alive at once, and so the largest of what passes: with or without a limit to it."""
+    dearer = 0
+    for seed in range(100):
+        given = problem(seed, 1, 1)
+        given = priced(unlimited(given) if has_room else given, 0.5)
+        if math.isinf(best := best_of_all(given)):
+            continue
+        found = solve(given)
+        assert best <= given.time_us(found.taken) + 1e-9 <= best * (1 + GAP) + 1e-6, seed
+        dearer += best_of_all(priced(given, 0.0)) < priced(given, 0.0).time_us(found.taken) - 1e-6
+    assert dearer > 10, "time alone decides"
 
 
 @pytest.mark.parametrize(("overlaps", "limits"), EVERY_WAY)

@@ -42,6 +42,13 @@ def test_where_none_fits_it_is_the_one_of_least_memory() -> None:
     assert (found.taken, stays_bytes(given, found.taken)) == ((1, 1), 6.0)
 
 
+def test_what_passes_counts_where_none_fits() -> None:
+    """What stays is least where most passes: 2 + 20 bytes for 6 + 4."""
+    given = two(5.0, (1.0, 5.0, 5.0), (10.0, 1.0, 3.0), (0.0, 20.0, 4.0))
+    found = best_that_fits(given)
+    assert (found.taken, stays_bytes(given, found.taken)) == ((2, 2), 10.0)
+
+
 def test_of_equally_fast_ones_the_leanest() -> None:
     """Within a fifth of a percent; what is slower than that is not taken for any number of bytes."""
     for times, taken in (((100.0, 100.0), (1, 1)), ((100.0, 100.05), (1, 1)), ((100.0, 101.0), (0, 0))):

@@ -11,7 +11,7 @@ import torch
 
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
 from lightning_autoparallel.errors import InfeasiblePlanError
-from lightning_autoparallel.plan import automatic, make_plan, make_plans, memory_room, other_plans
+from lightning_autoparallel.plan import Activations, automatic, make_plan, make_plans, memory_room, other_plans
 from lightning_autoparallel.plan.integer_programme import Solution
 from tests.unit._graphs import captured
 from tests.unit.plan.test_automatic import Blocks, costs_of
@@ -113,7 +113,7 @@ def test_where_nothing_fits_others_take_hardly_more_than_the_leanest(fake_mesh, 
     graph = captured(Blocks(3, width=64, hidden=256), torch.randn(8, 4, 64), shards=4)
     saved = [node.name for node in graph.graph_module.graph.nodes if node.name.startswith("relu")]
     costs = costs_of(mesh, H100)
-    find = partial(make_plans, graph, {"base": "auto"}, mesh, print, costs=costs, saved=saved)
+    find = partial(make_plans, graph, {"base": "auto"}, mesh, print, costs=costs, activations=Activations(saved=saved))
     room_bytes = min(plan.stays_bytes for plan in find()) * 0.54
     assert len(find(room_bytes=room_bytes)) == 1, "it is far from that"
     monkeypatch.setattr(other_plans, "_HOPELESS", 10.0)
