@@ -9,9 +9,10 @@ from torch import fx
 
 
 class BackwardOrder(NamedTuple):
-    """The backward's calls in their order, and the values and inputs that it reads from the forward."""
+    """The backward's calls in their order, those of them that are the forward's, and what it reads from the forward."""
 
     calls: list[fx.Node]
+    recomputed: list[fx.Node]
     saved: list[fx.Node]
 
 
@@ -33,13 +34,14 @@ def backward_order(
             order.require(node.all_input_nodes)
             order.calls[node] = None
     order.require(gradients)
-    return BackwardOrder(list(order.calls), list(order.saved))
+    return BackwardOrder(list(order.calls), order.recomputed, list(order.saved))
 
 
 class _Order:
     def __init__(self, given: Collection[fx.Node], is_recomputed: Callable[[fx.Node], bool]) -> None:
         self._given, self._is_recomputed = given, is_recomputed
         self.calls: dict[fx.Node, None] = {}
+        self.recomputed: list[fx.Node] = []
         self.saved: dict[fx.Node, None] = {}
 
     def require(self, nodes: Sequence[fx.Node]) -> None:
@@ -57,6 +59,7 @@ class _Order:
                 pending += [node, *reversed(missing)]
             else:
                 self.calls[node] = None
+                self.recomputed.append(node)
 
     def _is_at_hand(self, node: fx.Node) -> bool:
         return node in self.calls or node in self.saved or node in self._given

@@ -36,16 +36,15 @@ def partition_graph(
     return _Partition(sharded, reshard_after_forward, activation_checkpointing, warn).split()
 
 
-def read_by_backward(
+def decided_backward(
     sharded: ShardedGraph, reshard_after_forward: bool, activation_checkpointing: str | CheckpointFunction
-) -> tuple[fx.Node, ...]:
-    """The forward's calls whose values the backward reads, as ``partition_graph`` decides it.
+) -> BackwardOrder:
+    """What the backward calls, and what it reads of the forward, as ``partition_graph`` decides it.
 
     Raises:
         ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.
     """
-    partition = _Partition(sharded, reshard_after_forward, activation_checkpointing, lambda message: None)
-    return tuple(node for node in partition.order().saved if node.op != "placeholder")
+    return _Partition(sharded, reshard_after_forward, activation_checkpointing, lambda message: None).order()
 
 
 class _Partition:

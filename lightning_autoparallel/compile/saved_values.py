@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from lightning_autoparallel.compile.partition import read_by_backward
+from lightning_autoparallel.compile.backward_order import BackwardOrder
+from lightning_autoparallel.compile.partition import decided_backward
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, ShardedGraph
 
 
-def saved_values(
+def backward_of(
     captured: CapturedGraph, reshard_after_forward: bool, activation_checkpointing: str | CheckpointFunction
-) -> frozenset[str]:
-    """The names of the nodes of ``captured`` whose values are saved, but those that follow from parameters alone.
+) -> BackwardOrder:
+    """What the partition would decide on one device; but for what follows from parameters alone.
 
-    It is what the partition would decide on one device. What ranks exchange is saved, too, where it is written later.
+    Of what is saved and recomputed there are calls only, of those ``calls`` all.
 
     Raises:
         ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.
@@ -30,8 +31,22 @@ def saved_values(
     graph = captured.graph_module.graph
     pairs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     derived = _following([node for node, item in pairs if item.kind == "parameter"], graph)
-    values = read_by_backward(whole, reshard_after_forward, activation_checkpointing)
-    return frozenset(node.name for node in values if node not in derived)
+    order = decided_backward(whole, reshard_after_forward, activation_checkpointing)
+    saved = [node for node in order.saved if node.op != "placeholder" and node not in derived]
+    return order._replace(recomputed=[node for node in order.recomputed if node not in derived], saved=saved)
+
+
+def saved_values(
+    captured: CapturedGraph, reshard_after_forward: bool, activation_checkpointing: str | CheckpointFunction
+) -> frozenset[str]:
+    """The names of the nodes of ``captured`` whose values are saved, but those that follow from parameters alone.
+
+    It is what the partition would decide on one device. What ranks exchange is saved, too, where it is written later.
+
+    Raises:
+        ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.
+    """
+    return frozenset(node.name for node in backward_of(captured, reshard_after_forward, activation_checkpointing).saved)
 
 
 def _following(parameters: list[fx.Node], graph: fx.Graph) -> set[fx.Node]:

@@ -18,7 +18,6 @@ from torch import nn
 
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
-from lightning_autoparallel.compile import saved_values
 from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec, policies_by_kind
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel
@@ -39,7 +38,8 @@ from lightning_autoparallel.pipeline.lighter_plan import CHECKPOINTING, find_lig
 from lightning_autoparallel.pipeline.memory_budget import budget_bytes
 from lightning_autoparallel.pipeline.not_found import told_of_shards
 from lightning_autoparallel.pipeline.predict import cost_model
-from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, saved_bytes, why_over
+from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, read_bytes, saved_bytes, why_over
+from lightning_autoparallel.pipeline.read_activations import read_activations
 from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, remedies
 from lightning_autoparallel.pipeline.same_order import check_same_graph, check_same_settings
 from lightning_autoparallel.pipeline.solved_plans import solved
@@ -309,8 +309,8 @@ def _question(context: StageContext, costs: CostModel, policy: str | CheckpointF
 def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:
     """Changes after which the leanest plan would fit, which recomputes as ``policy`` says."""
     stronger = CHECKPOINTING[CHECKPOINTING.index(policy) + 1 :] if policy in CHECKPOINTING else ("full",)
-    saved_with = partial(saved_values, shortfall.captured, context.config.gathers_again())
-    text = remedies(shortfall, context.mesh.data_parallel_size, stronger, saved_with)
+    read_with = partial(read_activations, shortfall.captured, context.config.gathers_again())
+    text = remedies(shortfall, context.mesh.data_parallel_size, stronger, read_with)
     return text if context.config.gathers_again() else f"{text}; reshard_after_forward=True takes less, too"
 
 
@@ -383,7 +383,7 @@ def _find_within(
             plan=plan,
             needed_bytes=leanest.needed_bytes,
             kept_bytes=leanest.kept_bytes,
-            saved=read.saved,
+            read=read,
             reserved=reserved,
             budget_bytes=budget_bytes,
             ranks_per_node=costs.hardware.ranks_per_node,
@@ -395,20 +395,18 @@ def _find_within(
             raise over
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it
-            stays_bytes = leanest.kept_bytes + sum(activations.values())
+            stays_bytes = leanest.kept_bytes + read_bytes(captured, plan, read)
         room_bytes = min(room_bytes, stays_bytes) - (leanest.needed_bytes - budget_bytes) * _A_LITTLE_MORE
         if room_bytes < 1:
             raise over
 
 
 def _activations(captured: CapturedGraph, context: StageContext, policy: str | CheckpointFunction) -> Activations:
-    """What the backward will read; every rank calls it, and where a policy fails on one, all raise."""
+    """What the backward will read, saved or recomputed; every rank calls it, and where that fails on one, all raise."""
     error: Exception | None = None
     read = Activations()
     try:
-        saved_with = partial(saved_values, captured, context.config.gathers_again())
-        saved = saved_with(policy)
-        read = Activations(saved=saved, recomputed=frozenset() if policy == "none" else saved_with("none") - saved)
+        read = read_activations(captured, context.config.gathers_again(), policy)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)

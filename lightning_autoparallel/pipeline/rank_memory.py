@@ -12,6 +12,7 @@ from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.pipeline.fastest_plan import Contender
 from lightning_autoparallel.pipeline.predict import stored_bytes
+from lightning_autoparallel.plan import Activations
 
 _SHOWN = 3
 
@@ -43,7 +44,7 @@ def most_bytes(captured: CapturedGraph) -> float:
 
 
 def saved_bytes(captured: CapturedGraph, plan: ShardingPlan, saved: Collection[str]) -> dict[str, float]:
-    """Bytes on a rank of each value that the backward reads, by the node that makes it."""
+    """Bytes on a rank of each of these values, by the node that makes it."""
     found = {}
     for node in captured.graph_module.graph.nodes:
         value = fxn.values(node)[0] if node.name in saved else None
@@ -53,6 +54,14 @@ def saved_bytes(captured: CapturedGraph, plan: ShardingPlan, saved: Collection[s
             parts = math.prod(axis.size for placement, axis in pairs if is_shard(placement))
             found[node.name] = fxn.size_bytes(value) / parts
     return found
+
+
+def read_bytes(captured: CapturedGraph, plan: ShardingPlan, read: Activations) -> float:
+    """On a rank of what the backward reads: all that is saved, and the largest set of what is recomputed."""
+    named = {name for again in read.recomputed for name in again}
+    sizes = saved_bytes(captured, plan, named)
+    again = (sum(sizes.get(name, 0.0) for name in together) for together in read.recomputed)
+    return sum(saved_bytes(captured, plan, read.saved).values()) + max(again, default=0.0)
 
 
 def why_over(

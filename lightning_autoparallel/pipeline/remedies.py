@@ -16,18 +16,19 @@ from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
 from lightning_autoparallel.pipeline.predict import global_rows, stored_bytes
-from lightning_autoparallel.pipeline.rank_memory import saved_bytes
+from lightning_autoparallel.pipeline.rank_memory import read_bytes, saved_bytes
+from lightning_autoparallel.plan import Activations
 
 _MOST_TIMES = 64  # as many ranks
 _AT_ONCE = 3  # whole copies of a block's parameters: gathered, the next one's, and gradients
-SavedWith = Callable[[str], Collection[str]]
+ReadWith = Callable[[str], Activations]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
     """The leanest plan of a step, for which a rank needs more than the ``budget_bytes`` that it may use.
 
-    ``kept_bytes`` are those of parameters and the optimizer's state, ``saved`` the values that its backward reads.
+    ``kept_bytes`` are those of parameters and the optimizer's state, ``read`` what its backward reads.
     ``reserved`` is what an allocator holds for a byte that is alive. Axes other than dp_* stay in ``ranks_per_node``.
     Parameters are ``gathered_again`` for the backward, or all stay gathered until then. Gradients of micro-batches
     ``add_up``, or what earlier ones would take is not counted yet.
@@ -37,7 +38,7 @@ class Shortfall:
     plan: ShardingPlan
     needed_bytes: float
     kept_bytes: float
-    saved: Collection[str]
+    read: Activations
     reserved: float
     budget_bytes: float
     ranks_per_node: int
@@ -53,14 +54,14 @@ class TooLargeError(InfeasiblePlanError):
         self.shortfall = shortfall
 
 
-def remedies(short: Shortfall, shards: int, stronger: Collection[str], saved_with: SavedWith) -> str:
+def remedies(short: Shortfall, shards: int, stronger: Collection[str], read_with: ReadWith) -> str:
     """Single changes after which the plan would fit, each with the GiB that a rank would need then.
 
     The batch is in so many ``shards``. ``stronger`` are policies that recompute more than was asked for, with which the
-    backward reads ``saved_with``.
+    backward reads ``read_with``.
     """
     changes = [
-        *_recomputing(short, stronger, saved_with),
+        *_recomputing(short, stronger, read_with),
         *_fewer_rows(short, shards),
         *_more_ranks(short),
     ]
@@ -72,20 +73,12 @@ def remedies(short: Shortfall, shards: int, stronger: Collection[str], saved_wit
     return f"no single change of recomputing, rows or ranks is enough by estimate: {still}"
 
 
-def _recomputing(short: Shortfall, stronger: Collection[str], saved_with: SavedWith) -> Iterator[tuple[str, float]]:
-    """The weakest policy that is enough, or else the strongest, if it helps; one block at a time is there again."""
-    blocks = {node.name: fxn.block_of(fxn.module_path(node) or "") for node in short.captured.graph_module.graph.nodes}
-    without = set(saved_with("none"))
-
-    def read_bytes(kept: Collection[str]) -> float:
-        again = Counter[str | None]()
-        for name, size in saved_bytes(short.captured, short.plan, without.difference(kept)).items():
-            again[blocks[name]] += int(size)
-        return _sum(saved_bytes(short.captured, short.plan, kept)) + max(again.values(), default=0)
-
-    before_bytes = read_bytes(short.saved)
+def _recomputing(short: Shortfall, stronger: Collection[str], read_with: ReadWith) -> Iterator[tuple[str, float]]:
+    """The weakest policy that is enough, or else the strongest, if it helps."""
+    before_bytes = read_bytes(short.captured, short.plan, short.read)
     for place, policy in enumerate(stronger):
-        needed = short.needed_bytes + (read_bytes(saved_with(policy)) - before_bytes) * short.reserved
+        with_it = read_bytes(short.captured, short.plan, read_with(policy))
+        needed = short.needed_bytes + (with_it - before_bytes) * short.reserved
         if needed >= short.needed_bytes:
             continue
         if needed <= short.budget_bytes or place == len(stronger) - 1:
@@ -129,7 +122,7 @@ def _more_ranks(short: Shortfall) -> Iterator[tuple[str, float]]:
     yield from _times_more(short, "dp_shard", stays, _MOST_TIMES)
     for position, axis in enumerate(short.plan.axes):
         if not axis.shards_batch:
-            cut = {name for name in short.saved if _is_cut(short.plan, name, position)}
+            cut = {name for name in short.read.saved if _is_cut(short.plan, name, position)}
             shared_out = stays + _sum(saved_bytes(short.captured, short.plan, cut))
             yield from _times_more(short, axis.name, shared_out, short.ranks_per_node // axis.size)
 
@@ -155,7 +148,7 @@ def _gradients(short: Shortfall) -> float:
 
 
 def _saved_bytes(short: Shortfall) -> float:
-    return _sum(saved_bytes(short.captured, short.plan, short.saved))
+    return _sum(saved_bytes(short.captured, short.plan, short.read.saved))
 
 
 def _sum(sizes_bytes: Mapping[str, float]) -> float:

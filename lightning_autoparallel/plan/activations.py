@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Names of nodes: those ``saved`` until the backward, and those ``recomputed`` then, of one block at a time."""
+    """Names of nodes: those ``saved`` until the backward, and sets of those ``recomputed`` in it that meet there."""
 
     saved: Collection[str] = ()
-    recomputed: Collection[str] = ()
+    recomputed: Collection[Collection[str]] = ()

@@ -74,7 +74,7 @@ def find_axis(
     room_bytes: float = math.inf,
     with_others: bool = False,
     saved: Sequence[Producer] = (),
-    recomputed: Sequence[Producer] = (),
+    recomputed: Sequence[Sequence[Producer]] = (),
 ) -> tuple[FoundAxis, ...]:
     """The best of all combinations on one axis, or of all ways to keep parameters where what calls do is ``fixed``.
 
@@ -83,14 +83,14 @@ def find_axis(
 
     Raises:
         InfeasiblePlanError: none goes together, or none leaves what stays on a rank, with what is ``saved`` for the
-            backward and ``recomputed`` of a block at a time, in ``room_bytes``.
+            backward and the largest set of what is ``recomputed`` in it, in ``room_bytes``.
     """
     check_room(free, room_bytes)
     group = costs.groups[axis.group_name]
     times = AxisTimes(problem.graph, axis.size, problem.cut_already, group, costs.hardware)
     pins = {node: pin for node, pin in problem.pins.items() if node not in free}
     known = dataclasses.replace(problem, pins=pins)
-    choices = AxisChoices(known, times, free, fixed, room_bytes, tuple(saved), tuple(recomputed))
+    choices = AxisChoices(known, times, free, fixed, room_bytes, tuple(saved), tuple(map(tuple, recomputed)))
     all_choices = choices.problem()
     try:
         solution = best_that_fits(all_choices)

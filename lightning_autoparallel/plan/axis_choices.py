@@ -34,6 +34,7 @@ _HIDES = 0.95
 # What the last move of a block takes more than one before all of it: of two that are alike, more is computed behind the
 # earlier one that may hide it.
 _LATER = 1e-2
+_MOST_SETS = 3  # of what a block recomputes, that are looked at
 # Why a value never goes from one placement to another, though something leads there.
 _LEAVES = "what leaves the step is gathered or reduced, not turned from one dim to another"
 _STAYS = "what depends on parameters only stays as they lie"
@@ -54,8 +55,8 @@ class AxisChoices:
     """The problem of an axis, and what its alternatives mean.
 
     ``free`` are placeholders that ``axis.pins`` does not fix. Where ``fixed`` says what every call does, parameters are
-    all that there is to choose. They, what is ``saved`` for the backward, and what is ``recomputed`` of a block at a
-    time may have ``room_bytes`` on a rank.
+    all that there is to choose. They, what is ``saved`` for the backward, and the largest of the sets of what is
+    ``recomputed`` may have ``room_bytes`` on a rank.
     """
 
     axis: AxisProblem
@@ -64,7 +65,7 @@ class AxisChoices:
     fixed: Mapping[fx.Node, Candidate] | None = None
     room_bytes: float = math.inf
     saved: tuple[Producer, ...] = ()
-    recomputed: tuple[Producer, ...] = ()
+    recomputed: tuple[tuple[Producer, ...], ...] = ()
     tied: bool = True
     _candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
     _derived: set[fx.Node] = field(default_factory=set)  # what depends on parameters only
@@ -187,7 +188,7 @@ class AxisChoices:
         for node, parameter in self.free.items():
             _add(sizes, self._numbers[self._classes[node]], [way.size_bytes for way in parameter.ways])
         for producer in self.saved:
-            _add(sizes, self._numbers[self._classes[producer[0]]], self.saved_bytes(producer))
+            _add(sizes, self._numbers[self._classes[producer[0]]], self.producer_bytes(producer))
         yield Limit(
             name="what stays on a rank",
             sizes_bytes=sizes,
@@ -195,7 +196,7 @@ class AxisChoices:
             passing_bytes=tuple(self._passing()),
         )
 
-    def saved_bytes(self, producer: Producer) -> list[float]:
+    def producer_bytes(self, producer: Producer) -> list[float]:
         """Of a value on a rank, for each alternative of the call that makes it."""
         node, index = producer
         size = self.axis.size_bytes(producer)
@@ -203,18 +204,33 @@ class AxisChoices:
 
     def _passing(self) -> Iterator[dict[int, tuple[float, ...]]]:
         """Of each block, one for those that are tied: its parameters while it is computed, and what is recomputed."""
-        parts: dict[Part | None, dict[tuple[Class, int | None], Sequence[float]]] = defaultdict(dict)
-        for node, parameter in self.free.items():
-            passing: Sequence[float] = [way.passing_bytes for way in parameter.ways]
-            parts[self._repeats.parts[node]].setdefault((self._classes[node], None), passing)
-        for node, index in self.recomputed:
-            part = parts[self._repeats.parts[node]]
-            part.setdefault((self._classes[node], index), self.saved_bytes((node, index)))
-        for passed in parts.values():
-            sizes: dict[int, tuple[float, ...]] = {}
-            for (each, _), passing in passed.items():
-                _add(sizes, self._numbers[each], passing)
-            yield sizes
+        parts: dict[Part | None, dict[Class, fx.Node]] = defaultdict(dict)
+        for node in self.free:
+            parts[self._repeats.parts[node]].setdefault(self._classes[node], node)
+        recomputed = self._recomputed_sets()
+        for part in dict.fromkeys((*parts, *recomputed)):
+            for again in recomputed.get(part) or [()]:
+                sizes: dict[int, tuple[float, ...]] = {}
+                for each, node in parts[part].items():
+                    _add(sizes, self._numbers[each], [way.passing_bytes for way in self.free[node].ways])
+                for producer in again:
+                    _add(sizes, self._numbers[self._classes[producer[0]]], self.producer_bytes(producer))
+                yield sizes
+
+    def _recomputed_sets(self) -> dict[Part | None, list[tuple[Producer, ...]]]:
+        """The largest sets of what is recomputed, by the part that most of each is of; of those that are alike one."""
+        found: dict[Part | None, dict[Hashable, tuple[float, tuple[Producer, ...]]]] = defaultdict(dict)
+        for again in self.recomputed:
+            of_parts: Counter[Part | None] = Counter()
+            for producer in again:
+                of_parts[self._repeats.parts[producer[0]]] += self.axis.size_bytes(producer)
+            alike = frozenset(Counter((self._classes[node], index) for node, index in again).items())
+            ((part, _),) = of_parts.most_common(1)
+            found[part].setdefault(alike, (of_parts.total(), again))
+        return {
+            part: [again for _, again in sorted(sets.values(), key=lambda one: -one[0])[:_MOST_SETS]]
+            for part, sets in found.items()
+        }
 
     def _parts(self) -> list[Part | None]:
         return list(dict.fromkeys(self._repeats.parts.values()))

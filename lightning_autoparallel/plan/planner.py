@@ -287,7 +287,7 @@ def _find(
     }
     problem = _axis_problem(planning, axis, position, others)
     saved = _producers(problem.graph, planning.activations.saved)
-    recomputed = _producers(problem.graph, planning.activations.recomputed)
+    recomputed = [_producers(problem.graph, again) for again in planning.activations.recomputed]
     room_bytes, with_others = planning.room_bytes, planning.with_others
     return [
         _Found(

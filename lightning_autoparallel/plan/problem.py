@@ -127,7 +127,7 @@ class Problem:
         return all(limit.size_bytes(taken) <= limit.most_bytes for limit in self.limits)
 
     def time_us(self, taken: Sequence[int]) -> float:
-        """The total of one alternative for each choice; infinite where a value cannot get to a reader."""
+        """The total of one alternative for each choice, with prices of memory; infinite where a value gets nowhere."""
         own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
         moved = [value.time_us(taken) for value in self.values]
         priced = sum(limit.us_per_byte * limit.size_bytes(taken) for limit in self.limits if limit.us_per_byte)

@@ -49,7 +49,8 @@ def tokens(step: int, rows: int = 4) -> Tensor:
 
 def train(parallel: ParallelModule, called: Any, smaller: int) -> tuple[list[float], list[Tensor], float]:
     """Losses, the last step's gradients, and what the buffer has counted; the third batch has fewer rows."""
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    # Not Adam: it makes whole steps of gradients that are the noise of another order of adding.
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -94,7 +95,7 @@ def test_it_trains_as_the_module_alone(compile: bool, worlds: Worlds) -> None:
     for alone, called, told in worlds(2).run(trained_both_ways, compile):
         (losses, gradients, rows), (compiled_losses, compiled_gradients, compiled_rows) = alone, called
         assert compiled_losses == pytest.approx(losses, rel=1e-5 if compile else 1e-6)
-        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-6, atol=1e-4 if compile else 1e-7)
+        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-6, atol=1e-6 if compile else 1e-7)
         assert compiled_rows == rows > 0
         if not compile:
             assert_refused(*told)

@@ -14,6 +14,7 @@ from lightning_autoparallel.contracts import NodePlacement, PlanReport
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.pipeline import remedies
 from lightning_autoparallel.pipeline.remedies import _recomputing
+from lightning_autoparallel.plan import Activations
 from lightning_autoparallel.strategy.planning import plan
 from tests.unit.pipeline.test_found_plan import GIB, Deep
 
@@ -93,7 +94,7 @@ def test_where_no_change_is_enough_it_says_so() -> None:
 
 
 def test_a_policy_that_keeps_more_is_no_remedy() -> None:
-    """By hand, with a block's worth of 100 bytes computed once more wherever something is: 200, 300 and 100 bytes."""
+    """By hand, where of values of 100 bytes one is computed again at a time: 200, 300 and 100 bytes are read."""
     every = {"none": {"a", "b", "c"}, "layer:2": {"b", "c"}, "full": set[str]()}
     assert _recomputing_of(kept_now={"a"}, kept_with=every) == [("activation_checkpointing 'full'", 0.0)]
     assert _recomputing_of(kept_now=set(), kept_with=every) == []
@@ -109,8 +110,12 @@ def _recomputing_of(kept_now: set[str], kept_with: dict[str, set[str]]) -> list[
         node = graph.placeholder(name)
         node.meta = {"val": torch.empty(25), "custom": {"module": f"layers.{number}"}}
     captured = SimpleNamespace(graph_module=SimpleNamespace(graph=graph))
+
+    def read_with(kept: set[str]) -> Activations:
+        return Activations(saved=kept, recomputed=[{name} for name in {"a", "b", "c"} - kept])
+
     nodes = {name: NodePlacement(inputs=(), outputs=((),)) for name in ("a", "b", "c")}
     plan = SimpleNamespace(nodes=nodes, axes=())
-    short: Any = SimpleNamespace(captured=captured, plan=plan, saved=kept_now, reserved=1.0)
+    short: Any = SimpleNamespace(captured=captured, plan=plan, read=read_with(kept_now), reserved=1.0)
     short.needed_bytes, short.budget_bytes = 100.0 * len(kept_now), 100.0 * len(kept_now) - 100
-    return list(_recomputing(short, ("layer:2", "full"), kept_with.__getitem__))
+    return list(_recomputing(short, ("layer:2", "full"), lambda policy: read_with(kept_with[policy])))

@@ -324,8 +324,8 @@ def test_what_stays_on_a_rank_has_room(fake_mesh) -> None:
         make_plan(graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), room_bytes=whole / 5)
 
 
-def test_what_is_recomputed_has_room_a_block_at_a_time(fake_mesh) -> None:
-    """Of hidden values of three blocks, saved values are all there at once and recomputed ones of a block.
+def test_what_is_recomputed_has_room_while_it_is_there(fake_mesh) -> None:
+    """Of hidden values of three blocks saved ones are all there at once, recomputed ones only where they meet.
 
     Where a block's have no room whole, they are cut though that takes longer over slow links.
     """
@@ -334,12 +334,12 @@ def test_what_is_recomputed_has_room_a_block_at_a_time(fake_mesh) -> None:
     (hidden_bytes,) = {fxn.size_bytes(node.meta["val"]) / mesh.data_parallel_size for node in hidden}
     names = [node.name for node in hidden]
     find = partial(make_plans, graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), with_others=False)
-    neither, recomputed, saved = (
-        find(activations=read)[0] for read in (Activations(), Activations(recomputed=names), Activations(saved=names))
-    )
+    alone = Activations(recomputed=[{name} for name in names])
+    reads = (Activations(), alone, Activations(recomputed=[names]), Activations(saved=names))
+    neither, recomputed, met, saved = (find(activations=read)[0] for read in reads)
     assert recomputed.stays_bytes == neither.stays_bytes + hidden_bytes
-    assert saved.stays_bytes == neither.stays_bytes + 3 * hidden_bytes
-    (tight,) = find(activations=Activations(recomputed=names), room_bytes=neither.stays_bytes + 0.9 * hidden_bytes)
+    assert saved.stays_bytes == met.stays_bytes == neither.stays_bytes + 3 * hidden_bytes
+    (tight,) = find(activations=alone, room_bytes=neither.stays_bytes + 0.9 * hidden_bytes)
     for plan, text in ((recomputed, "R"), (tight, "S(1)")):
         lying = [plan.nodes[name].outputs[0] for name in names]
         assert {placement_text(placements[1]) for placements in lying if placements is not None} == {text}
