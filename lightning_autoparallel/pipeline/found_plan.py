@@ -309,8 +309,8 @@ def _question(context: StageContext, costs: CostModel, policy: str | CheckpointF
 def _what_would_do(shortfall: Shortfall, context: StageContext, policy: str | CheckpointFunction) -> str:
     """Changes after which the leanest plan would fit, which recomputes as ``policy`` says."""
     stronger = CHECKPOINTING[CHECKPOINTING.index(policy) + 1 :] if policy in CHECKPOINTING else ("full",)
-    read_with = partial(read_activations, shortfall.captured, context.config.gathers_again())
-    text = remedies(shortfall, context.mesh.data_parallel_size, stronger, read_with)
+    activations_with = partial(read_activations, shortfall.captured, context.config.gathers_again())
+    text = remedies(shortfall, context.mesh.data_parallel_size, stronger, activations_with)
     return text if context.config.gathers_again() else f"{text}; reshard_after_forward=True takes less, too"
 
 
@@ -339,7 +339,7 @@ def _find_within(
         InfeasiblePlanError: there is none that fits; a TooLargeError where the passes say so.
     """
     found, room_bytes = context.found, budget_bytes
-    read = _activations(captured, context, policy)
+    activations = _activations(captured, context, policy)
     seen: list[Mapping[str, Any]] = []
     over: TooLargeError | None = None
     found.policy, found.predicted_us = policy, None
@@ -349,7 +349,7 @@ def _find_within(
     while True:
         context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for what stays")
         try:
-            answers = _found(captured, context, costs, room_bytes, held, read)
+            answers = _found(captured, context, costs, room_bytes, held, activations)
         except InfeasiblePlanError as error:
             raise (over or error) from error
         held = None
@@ -377,25 +377,25 @@ def _find_within(
         seen += [answer.document for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
         plan = plans[answers.index(leanest.answer)]
-        activations = saved_bytes(captured, plan, read.saved)
+        saved = saved_bytes(captured, plan, activations.saved)
         shortfall = Shortfall(
             captured=captured,
             plan=plan,
             needed_bytes=leanest.needed_bytes,
             kept_bytes=leanest.kept_bytes,
-            read=read,
+            activations=activations,
             reserved=reserved,
             budget_bytes=budget_bytes,
             ranks_per_node=costs.hardware.ranks_per_node,
             gathered_again=context.config.gathers_again(plan.keeps_gathered),
             add_up=context.earlier_gradients(captured) == "kept",
         )
-        over = TooLargeError(why_over(captured, leanest, activations, reserved, budget_bytes), shortfall)
+        over = TooLargeError(why_over(captured, leanest, saved, reserved, budget_bytes), shortfall)
         if room_bytes < answers[0].stays_bytes < math.inf:  # what the solver says where nothing fits, in less room, too
             raise over
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it
-            stays_bytes = leanest.kept_bytes + read_bytes(captured, plan, read)
+            stays_bytes = leanest.kept_bytes + read_bytes(captured, plan, activations)
         room_bytes = min(room_bytes, stays_bytes) - (leanest.needed_bytes - budget_bytes) * _A_LITTLE_MORE
         if room_bytes < 1:
             raise over
@@ -404,13 +404,13 @@ def _find_within(
 def _activations(captured: CapturedGraph, context: StageContext, policy: str | CheckpointFunction) -> Activations:
     """What the backward will read, saved or recomputed; every rank calls it, and where that fails on one, all raise."""
     error: Exception | None = None
-    read = Activations()
+    activations = Activations()
     try:
-        read = read_activations(captured, context.config.gathers_again(), policy)
+        activations = read_activations(captured, context.config.gathers_again(), policy)
     except Exception as caught:  # raised again below, once every rank knows
         error = caught
     context.control.raise_together(error)
-    return read
+    return activations
 
 
 def _take(
@@ -442,7 +442,7 @@ def _found(
     costs: CostModel,
     room_bytes: float,
     held: Mapping[str, Any] | None,
-    read: Activations,
+    activations: Activations,
 ) -> tuple[Answer, ...]:
     error: Exception | None = None
     found: tuple[Answer, ...] = ()
@@ -450,7 +450,7 @@ def _found(
         try:
             assert context.found.question is not None
             known = answer(held, context.found.question, captured)
-            found = (known,) if known is not None else solved(captured, context, costs, room_bytes, read)
+            found = (known,) if known is not None else solved(captured, context, costs, room_bytes, activations)
         except AutoParallelError as ours:
             error = ours
         except Exception as other:  # not taken for a step that cannot be captured, which would run without a plan

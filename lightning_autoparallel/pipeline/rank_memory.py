@@ -56,33 +56,33 @@ def saved_bytes(captured: CapturedGraph, plan: ShardingPlan, saved: Collection[s
     return found
 
 
-def read_bytes(captured: CapturedGraph, plan: ShardingPlan, read: Activations) -> float:
+def read_bytes(captured: CapturedGraph, plan: ShardingPlan, activations: Activations) -> float:
     """On a rank of what the backward reads: all that is saved, and the largest set of what is recomputed."""
-    named = {name for again in read.recomputed for name in again}
+    named = {name for again in activations.recomputed for name in again}
     sizes = saved_bytes(captured, plan, named)
-    again = (sum(sizes.get(name, 0.0) for name in together) for together in read.recomputed)
-    return sum(saved_bytes(captured, plan, read.saved).values()) + max(again, default=0.0)
+    again = (sum(sizes.get(name, 0.0) for name in together) for together in activations.recomputed)
+    return sum(saved_bytes(captured, plan, activations.saved).values()) + max(again, default=0.0)
 
 
 def why_over(
     captured: CapturedGraph,
     leanest: Contender,
-    activations: Mapping[str, float],
+    saved: Mapping[str, float],
     reserved: float,
     budget_bytes: float,
 ) -> str:
     """Why the plan that takes least, of those that were found, is too large."""
     kinds: Counter[str] = Counter()
     for node in captured.graph_module.graph.nodes:
-        if node.name in activations:
+        if node.name in saved:
             path = fxn.module_path(node)
-            kinds[fxn.kind_of(path) if path else "the step itself"] += int(activations[node.name])
+            kinds[fxn.kind_of(path) if path else "the step itself"] += int(saved[node.name])
     most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(_SHOWN))
     shares = leanest.forecast.largest
     largest = ", ".join(f"{_called(share)} {share.size_bytes / 2**30:.3g}" for share in shares)
     if shares and shares[0].module and shares[0].size_bytes > budget_bytes:
         largest += ": no plan makes the first of them smaller, other axes of the mesh (tp) may, or a smaller module"
-    total, peak = sum(activations.values()) * reserved, leanest.forecast.peak_bytes * reserved
+    total, peak = sum(saved.values()) * reserved, leanest.forecast.peak_bytes * reserved
     return (
         f"the leanest plan that was found needs {leanest.needed_bytes / 2**30:.3g} GiB of a rank, of "
         f"{budget_bytes / 2**30:.3g} that it may use: activations, gradients and what is gathered take "

@@ -32,10 +32,10 @@ def read_activations(
     }
     own = {node for node in order.recomputed if node in made[node]}
     together = _meeting(order.calls, own, read)
-    return Activations(saved=saved, recomputed=tuple(frozenset(node.name for node in nodes) for nodes in together))
+    return Activations(saved=saved, recomputed=tuple(tuple(node.name for node in nodes) for nodes in together))
 
 
-def _meeting(calls: list[fx.Node], made: set[fx.Node], read: dict[fx.Node, list[fx.Node]]) -> Iterator[set[fx.Node]]:
+def _meeting(calls: list[fx.Node], made: set[fx.Node], read: dict[fx.Node, list[fx.Node]]) -> Iterator[list[fx.Node]]:
     """The largest sets of what is ``made`` and alive at once, from its call to the last that has ``read`` it.
 
     Each is what there is right before some of it goes, where something was added since that was so.
@@ -44,13 +44,14 @@ def _meeting(calls: list[fx.Node], made: set[fx.Node], read: dict[fx.Node, list[
     last = {each: position for position, node in enumerate(calls) for each in (node, *read[node])}
     for node in made:
         going[last[node]].append(node)
-    alive: set[fx.Node] = set()
+    alive: dict[fx.Node, None] = {}
     grown = False
     for position, node in enumerate(calls):
         if node in made:
-            alive.add(node)
+            alive[node] = None
             grown = True
         if going[position] and grown:
-            yield set(alive)
+            yield list(alive)
             grown = False
-        alive.difference_update(going[position])
+        for gone in going[position]:
+            del alive[gone]

@@ -21,14 +21,14 @@ from lightning_autoparallel.plan import Activations
 
 _MOST_TIMES = 64  # as many ranks
 _AT_ONCE = 3  # whole copies of a block's parameters: gathered, the next one's, and gradients
-ReadWith = Callable[[str], Activations]
+ActivationsWith = Callable[[str], Activations]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
     """The leanest plan of a step, for which a rank needs more than the ``budget_bytes`` that it may use.
 
-    ``kept_bytes`` are those of parameters and the optimizer's state, ``read`` what its backward reads.
+    ``kept_bytes`` are those of parameters and the optimizer's state, ``activations`` what its backward reads.
     ``reserved`` is what an allocator holds for a byte that is alive. Axes other than dp_* stay in ``ranks_per_node``.
     Parameters are ``gathered_again`` for the backward, or all stay gathered until then. Gradients of micro-batches
     ``add_up``, or what earlier ones would take is not counted yet.
@@ -38,7 +38,7 @@ class Shortfall:
     plan: ShardingPlan
     needed_bytes: float
     kept_bytes: float
-    read: Activations
+    activations: Activations
     reserved: float
     budget_bytes: float
     ranks_per_node: int
@@ -54,14 +54,14 @@ class TooLargeError(InfeasiblePlanError):
         self.shortfall = shortfall
 
 
-def remedies(short: Shortfall, shards: int, stronger: Collection[str], read_with: ReadWith) -> str:
+def remedies(short: Shortfall, shards: int, stronger: Collection[str], activations_with: ActivationsWith) -> str:
     """Single changes after which the plan would fit, each with the GiB that a rank would need then.
 
     The batch is in so many ``shards``. ``stronger`` are policies that recompute more than was asked for, with which the
-    backward reads ``read_with``.
+    backward reads ``activations_with``.
     """
     changes = [
-        *_recomputing(short, stronger, read_with),
+        *_recomputing(short, stronger, activations_with),
         *_fewer_rows(short, shards),
         *_more_ranks(short),
     ]
@@ -73,11 +73,13 @@ def remedies(short: Shortfall, shards: int, stronger: Collection[str], read_with
     return f"no single change of recomputing, rows or ranks is enough by estimate: {still}"
 
 
-def _recomputing(short: Shortfall, stronger: Collection[str], read_with: ReadWith) -> Iterator[tuple[str, float]]:
+def _recomputing(
+    short: Shortfall, stronger: Collection[str], activations_with: ActivationsWith
+) -> Iterator[tuple[str, float]]:
     """The weakest policy that is enough, or else the strongest, if it helps."""
-    before_bytes = read_bytes(short.captured, short.plan, short.read)
+    before_bytes = read_bytes(short.captured, short.plan, short.activations)
     for place, policy in enumerate(stronger):
-        with_it = read_bytes(short.captured, short.plan, read_with(policy))
+        with_it = read_bytes(short.captured, short.plan, activations_with(policy))
         needed = short.needed_bytes + (with_it - before_bytes) * short.reserved
         if needed >= short.needed_bytes:
             continue
@@ -122,7 +124,7 @@ def _more_ranks(short: Shortfall) -> Iterator[tuple[str, float]]:
     yield from _times_more(short, "dp_shard", stays, _MOST_TIMES)
     for position, axis in enumerate(short.plan.axes):
         if not axis.shards_batch:
-            cut = {name for name in short.read.saved if _is_cut(short.plan, name, position)}
+            cut = {name for name in short.activations.saved if _is_cut(short.plan, name, position)}
             shared_out = stays + _sum(saved_bytes(short.captured, short.plan, cut))
             yield from _times_more(short, axis.name, shared_out, short.ranks_per_node // axis.size)
 
@@ -148,7 +150,7 @@ def _gradients(short: Shortfall) -> float:
 
 
 def _saved_bytes(short: Shortfall) -> float:
-    return _sum(saved_bytes(short.captured, short.plan, short.read.saved))
+    return _sum(saved_bytes(short.captured, short.plan, short.activations.saved))
 
 
 def _sum(sizes_bytes: Mapping[str, float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,7 +37,7 @@ from lightning_autoparallel.plan.other_axes import OtherAxes
 from lightning_autoparallel.plan.parameter_alternatives import allowed_ways, free_parameters
 from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters
 from lightning_autoparallel.plan.pinned_edges import edge_pins
-from lightning_autoparallel.plan.solve import AxisProblem, Producer, producer_of, solve_axis
+from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
 
 Warn = Callable[[str], None]
 Choices = Mapping[fx.Node, Candidate]
@@ -286,8 +286,9 @@ def _find(
         for name, storage in placed.items()
     }
     problem = _axis_problem(planning, axis, position, others)
-    saved = _producers(problem.graph, planning.activations.saved)
-    recomputed = [_producers(problem.graph, again) for again in planning.activations.recomputed]
+    producers = {node.name: producer_of(node) for node in problem.graph.nodes if node.op == "call_function"}
+    saved = [producer for name, producer in producers.items() if name in planning.activations.saved]
+    recomputed = [[producers[name] for name in again] for again in planning.activations.recomputed]
     room_bytes, with_others = planning.room_bytes, planning.with_others
     return [
         _Found(
@@ -304,10 +305,6 @@ def _find(
         )
         for found in find_axis(problem, axis, free, costs, fixed, room_bytes, with_others, saved, recomputed)
     ]
-
-
-def _producers(graph: fx.Graph, names: Collection[str]) -> tuple[Producer, ...]:
-    return tuple(producer_of(node) for node in graph.nodes if node.name in names)
 
 
 def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:

@@ -112,10 +112,10 @@ def _recomputing_of(kept_now: set[str], kept_with: dict[str, set[str]]) -> list[
     captured = SimpleNamespace(graph_module=SimpleNamespace(graph=graph))
 
     def read_with(kept: set[str]) -> Activations:
-        return Activations(saved=kept, recomputed=[{name} for name in {"a", "b", "c"} - kept])
+        return Activations(saved=kept, recomputed=[[name] for name in ("a", "b", "c") if name not in kept])
 
     nodes = {name: NodePlacement(inputs=(), outputs=((),)) for name in ("a", "b", "c")}
     plan = SimpleNamespace(nodes=nodes, axes=())
-    short: Any = SimpleNamespace(captured=captured, plan=plan, read=read_with(kept_now), reserved=1.0)
+    short: Any = SimpleNamespace(captured=captured, plan=plan, activations=read_with(kept_now), reserved=1.0)
     short.needed_bytes, short.budget_bytes = 100.0 * len(kept_now), 100.0 * len(kept_now) - 100
     return list(_recomputing(short, ("layer:2", "full"), lambda policy: read_with(kept_with[policy])))

@@ -334,7 +334,7 @@ def test_what_is_recomputed_has_room_while_it_is_there(fake_mesh) -> None:
     (hidden_bytes,) = {fxn.size_bytes(node.meta["val"]) / mesh.data_parallel_size for node in hidden}
     names = [node.name for node in hidden]
     find = partial(make_plans, graph, "auto", mesh, print, costs=costs_of(mesh, SLOW_LINKS), with_others=False)
-    alone = Activations(recomputed=[{name} for name in names])
+    alone = Activations(recomputed=[[name] for name in names])
     reads = (Activations(), alone, Activations(recomputed=[names]), Activations(saved=names))
     neither, recomputed, met, saved = (find(activations=read)[0] for read in reads)
     assert recomputed.stays_bytes == neither.stays_bytes + hidden_bytes
