@@ -12,9 +12,9 @@ from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, 
 def backward_of(
     captured: CapturedGraph, reshard_after_forward: bool, activation_checkpointing: str | CheckpointFunction
 ) -> BackwardOrder:
-    """What the partition would decide on one device; but for what follows from parameters alone.
+    """The backward's order as the partition would decide it on one device.
 
-    Of what is saved and recomputed there are calls only, of those ``calls`` all.
+    Its ``calls`` are all; ``saved`` and ``recomputed`` are calls of the forward that need more than parameters alone.
 
     Raises:
         ConfigError: ``activation_checkpointing`` is a function that gives something else than a wish.

@@ -147,11 +147,11 @@ def make_plans(
 
     What it finds is followed by others, unlike it and nearly as good, if it is to be; any other plan is one.
 
-    Of what it finds, parameters with their gradients and the ``state`` of their optimizers, the
-    ``activations`` that the backward reads, and what is gathered for a block at a time, have ``room_bytes`` on a rank.
-    Parameters are ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole``
-    gathers every parameter that it uses, whatever rules say of how to compute with it. What was found ``explains``
-    itself if that is asked for, which keeps all that there was to choose from.
+    Of what it finds, parameters with their gradients and the ``state`` of their optimizers, the ``activations`` that
+    the backward reads, and what is gathered for a block at a time, have ``room_bytes`` on a rank. Parameters are
+    ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole`` gathers every
+    parameter that it uses, whatever rules say of how to compute with it. What was found ``explains`` itself if that is
+    asked for, which keeps all that there was to choose from.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.

@@ -130,8 +130,8 @@ class Problem:
         """The total of one alternative for each choice, with prices of memory; infinite where a value gets nowhere."""
         own = sum(choice.times_us[k] for choice, k in zip(self.choices, taken, strict=True))
         moved = [value.time_us(taken) for value in self.values]
-        priced = sum(limit.us_per_byte * limit.size_bytes(taken) for limit in self.limits if limit.us_per_byte)
-        return own + sum(moved) + sum(overlap.time_us(taken, moved) for overlap in self.overlaps) + priced
+        memory_us = sum(limit.us_per_byte * limit.size_bytes(taken) for limit in self.limits if limit.us_per_byte)
+        return own + sum(moved) + sum(overlap.time_us(taken, moved) for overlap in self.overlaps) + memory_us
 
 
 def priced(problem: Problem, us_per_byte: float) -> Problem:

@@ -104,11 +104,11 @@ def test_a_policy_that_keeps_more_is_no_remedy() -> None:
 
 
 def _recomputing_of(kept_now: set[str], kept_with: dict[str, set[str]]) -> list[tuple[str, float]]:
-    """Of three values of 100 bytes, in a block each; a rank needs 100 bytes too many."""
+    """Of three values of 100 bytes, which never meet; a rank needs 100 bytes too many."""
     graph = fx.Graph()
-    for number, name in enumerate(("a", "b", "c")):
+    for name in ("a", "b", "c"):
         node = graph.placeholder(name)
-        node.meta = {"val": torch.empty(25), "custom": {"module": f"layers.{number}"}}
+        node.meta = {"val": torch.empty(25)}
     captured = SimpleNamespace(graph_module=SimpleNamespace(graph=graph))
 
     def read_with(kept: set[str]) -> Activations:
