@@ -3,7 +3,8 @@
     python -m tests.benchmarks.predicted_times [--ranks 2] [--mbit 400] [--workloads NAME ...] [--plans NAME ...]
 
 First `calibrate` runs on the same ranks and link (or the rates that it left before are read), then every workload under
-every plan, compiled, each in fresh processes. With `--mbit` half of the ranks run on each of two network namespaces
+every plan, compiled, each in fresh processes, in turns, round by round: what disturbs this machine for a while disturbs
+one round of all of them. With `--mbit` half of the ranks run on each of two network namespaces
 (`slow_link.py`). A ratio is measured / predicted; rows of equal graphs ran the same calls in the same order, and differ
 by measuring. It asserts nothing. The status is 77 where no such link can be made.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,7 +31,7 @@ from tests.benchmarks.namespaces import NotAllowedError, slow_link
 from tests.benchmarks.slow_link import SKIPPED
 from tests.benchmarks.step_time import show
 
-HEADER = ("workload", "plan", "measured ms", "predicted ms", "ratio", "graphs")
+HEADER = ("workload", "plan", "measured ms", "of rounds", "predicted ms", "ratio", "graphs")
 _LIMIT_S = 900.0
 
 
@@ -75,19 +78,31 @@ def threads(arguments: argparse.Namespace) -> int:
     return max(1, cores() // arguments.ranks)
 
 
-def rows(arguments: argparse.Namespace, rates: str, hosts: Sequence[Host]) -> Iterator[list[str]]:
-    """A row of texts per workload and plan, as ``HEADER`` has them."""
-    for name in arguments.workloads:
-        for plan in arguments.plans:
-            try:
-                found = measured(arguments, name, plan, rates, hosts)
-            except MeasurementError as error:
-                yield [name, plan, "-", "-", first_line(str(error)), "-"]
-                continue
-            predicted = found.predicted_ms
-            ratio = "-" if predicted is None else f"{found.step_ms / predicted:.2f}"
-            shown = "-" if predicted is None else f"{predicted:.1f}"
-            yield [name, plan, f"{found.step_ms:.1f}", shown, ratio, found.graphs or "-"]
+def rows(arguments: argparse.Namespace, rates: str, hosts: Sequence[Host]) -> list[list[str]]:
+    """A row of texts per workload and plan, as ``HEADER`` has them; each round's is printed as it ends."""
+    found: dict[tuple[str, str], list[Measurement | MeasurementError]] = {}
+    for turn, key in itertools.product(
+        range(arguments.rounds), itertools.product(arguments.workloads, arguments.plans)
+    ):
+        try:
+            outcome: Measurement | MeasurementError = measured(arguments, *key, rates, hosts)
+        except MeasurementError as error:
+            outcome = error
+        print(f"round {turn + 1}/{arguments.rounds}", *row_of(key, [outcome]), sep="  ", file=sys.stderr, flush=True)
+        found.setdefault(key, []).append(outcome)
+    return [row_of(key, outcomes) for key, outcomes in found.items()]
+
+
+def row_of(key: tuple[str, str], outcomes: Sequence[Measurement | MeasurementError]) -> list[str]:
+    """The median of the rounds of one workload and plan beside what is predicted, or why a round failed."""
+    failed = [first_line(str(outcome)) for outcome in outcomes if isinstance(outcome, MeasurementError)]
+    if failed:
+        return [*key, "-", "-", "-", failed[0], "-"]
+    rounds = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+    times_ms = [outcome.step_ms for outcome in rounds]
+    step_ms, predicted_ms = statistics.median(times_ms), rounds[0].predicted_ms
+    shown = ["-", "-"] if predicted_ms is None else [f"{predicted_ms:.1f}", f"{step_ms / predicted_ms:.2f}"]
+    return [*key, f"{step_ms:.1f}", f"{min(times_ms):.1f} .. {max(times_ms):.1f}", *shown, rounds[0].graphs or "-"]
 
 
 @contextlib.contextmanager
@@ -108,6 +123,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=list(workloads.NAMES), choices=workloads.NAMES)
     parser.add_argument("--plans", nargs="+", default=["ddp", "fsdp", "tp"], choices=workloads.PLANS)
     parser.add_argument("--rates", help="a file of rates: where there is none, the calibrated ones are kept there")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; medians are compared")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     return parser.parse_args(argv)
@@ -124,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rates = arguments.rates or str(folder / "rates.yaml")
                 if not Path(rates).is_file():
                     calibrate(arguments, folder, rates, hosts)
-                for row in rows(arguments, rates, hosts):
-                    print(*row, sep="  ", file=sys.stderr, flush=True)
-                    table.append(row)
+                table += rows(arguments, rates, hosts)
     except NotAllowedError as error:
         print(f"skipped: {error}", file=sys.stderr)
         return SKIPPED

@@ -15,7 +15,7 @@ COMMANDS = (
     "tests.benchmarks.found_plans --recipes llama3/debug --ranks 2",
     "tests.benchmarks.guards 1",
     "tests.benchmarks.permute_overlap",
-    "tests.benchmarks.predicted_times --workloads llama3/debug --plans ddp --steps 3 --warm-up 2",
+    "tests.benchmarks.predicted_times --workloads llama3/debug --plans ddp --rounds 1 --steps 3 --warm-up 2",
     "tests.benchmarks.plain_inductor --device cpu --layers 1 --dim 128 --rows 2 --length 16 --steps 2 --rounds 1",
     "tests.benchmarks.published '8B on 8'",
     "tests.benchmarks.repeats --layers 4 --ranks 16",
