@@ -99,6 +99,14 @@ class HardwareSpec:
         if self.backend not in BACKENDS:
             raise ConfigError(f"hardware: backend is {self.backend!r}, but must be one of {', '.join(BACKENDS)}")
 
+    def reserved_bytes(self, alive_bytes: float) -> float:
+        """What the device's allocator holds where so many bytes are alive: as many, where no more is known."""
+        return alive_bytes * (1 + (self.reserved_share or 0.0))
+
+    def usable_bytes(self, reserved_bytes: float) -> float:
+        """How many bytes may be alive where the allocator may hold so many."""
+        return reserved_bytes / (1 + (self.reserved_share or 0.0))
+
     def peak_of(self, dtype: torch.dtype) -> float:
         """The datasheet's TFLOP/s of matrix products of this dtype.
 

@@ -112,8 +112,7 @@ class Contest:
         with collection_paused():
             forecast = self._forecast(one)
         kept = kept_bytes(self._captured, one.plan, self._context.found.state)
-        reserved = 1 + (self._costs.hardware.reserved_share or 0.0)
-        needed = (kept + forecast.peak_bytes) * reserved
+        needed = self._costs.hardware.reserved_bytes(kept + forecast.peak_bytes)
         return Contender(answer=one.answer, forecast=forecast, kept_bytes=kept, needed_bytes=needed)
 
     def _forecast(self, one: _Begun) -> Forecast:

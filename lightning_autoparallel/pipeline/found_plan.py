@@ -20,7 +20,7 @@ from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec, policies_by_kind
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
-from lightning_autoparallel.cost import CostModel
+from lightning_autoparallel.cost import CostModel, HardwareSpec
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.mesh import ParallelMesh
@@ -136,7 +136,9 @@ class FoundPlan:
         """Whether a call that is about to be captured is the one that the plan is found for."""
         return self.is_awaited(context) and call.training and not call.local
 
-    def check_memory(self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport) -> None:
+    def check_memory(
+        self, captured: CapturedGraph, plan: ShardingPlan, report: PlanReport, hardware: HardwareSpec
+    ) -> None:
         """Whether the plan that was found fits with what passes have made of its step.
 
         Raises:
@@ -144,7 +146,7 @@ class FoundPlan:
         """
         if plan.found is None or report.predicted_peak_bytes is None:
             return
-        taken_bytes = kept_bytes(captured, plan, self.state) + report.predicted_peak_bytes
+        taken_bytes = hardware.reserved_bytes(kept_bytes(captured, plan, self.state) + report.predicted_peak_bytes)
         if taken_bytes <= self.budget_bytes or not self.rounds:
             return
         error = OverBudgetError(
@@ -338,14 +340,13 @@ def _find_within(
     Raises:
         InfeasiblePlanError: there is none that fits; a TooLargeError where the passes say so.
     """
-    found, room_bytes = context.found, budget_bytes
+    found, room_bytes = context.found, costs.hardware.usable_bytes(budget_bytes)
     activations = _activations(captured, context, policy)
     seen: list[Mapping[str, Any]] = []
     over: TooLargeError | None = None
     found.policy, found.predicted_us = policy, None
     found.question = _question(context, costs, policy)
     held = found.from_checkpoint if found.rounds == 1 else None  # later the passes have refused it
-    reserved = 1 + (costs.hardware.reserved_share or 0.0)
     while True:
         context.progress.advance(f"recomputing {policy}, {room_bytes / 2**30:.3g} GiB for what stays")
         try:
@@ -360,7 +361,8 @@ def _find_within(
             room_bytes = answers[0].stays_bytes * _A_LITTLE_LESS
             continue
         plans = [_take(found, answer, captured, context, layouts) for answer in answers]
-        found.predicted_bytes = kept_bytes(captured, plans[0], found.state) + most_bytes(captured)
+        most = kept_bytes(captured, plans[0], found.state) + most_bytes(captured)
+        found.predicted_bytes = costs.hardware.reserved_bytes(most)
         if len(plans) == 1 and found.predicted_bytes <= budget_bytes:
             return None
         contest = Contest(captured, context, costs, budget_bytes)
@@ -368,7 +370,7 @@ def _find_within(
         taken = fastest(contenders, budget_bytes, alike(costs.hardware))
         if taken is not None:
             _hold(found, taken.answer)
-            found.predicted_bytes = taken.lean_bytes
+            found.predicted_bytes = costs.hardware.reserved_bytes(taken.lean_bytes)
             found.predicted_us = taken.forecast.time_us
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
@@ -384,19 +386,19 @@ def _find_within(
             needed_bytes=leanest.needed_bytes,
             kept_bytes=leanest.kept_bytes,
             activations=activations,
-            reserved=reserved,
+            hardware=costs.hardware,
             budget_bytes=budget_bytes,
-            ranks_per_node=costs.hardware.ranks_per_node,
             gathered_again=context.config.gathers_again(plan.keeps_gathered),
             add_up=context.earlier_gradients(captured) == "kept",
         )
-        over = TooLargeError(why_over(captured, leanest, saved, reserved, budget_bytes), shortfall)
+        over = TooLargeError(why_over(captured, leanest, saved, costs.hardware, budget_bytes), shortfall)
         if room_bytes < answers[0].stays_bytes < math.inf:  # what the solver says where nothing fits, in less room, too
             raise over
         stays_bytes = leanest.answer.stays_bytes
         if math.isinf(stays_bytes):  # no solver has looked at it
             stays_bytes = leanest.kept_bytes + read_bytes(captured, plan, activations)
-        room_bytes = min(room_bytes, stays_bytes) - (leanest.needed_bytes - budget_bytes) * _A_LITTLE_MORE
+        over_bytes = costs.hardware.usable_bytes(leanest.needed_bytes - budget_bytes)
+        room_bytes = min(room_bytes, stays_bytes) - over_bytes * _A_LITTLE_MORE
         if room_bytes < 1:
             raise over
 

@@ -89,7 +89,7 @@ def _that_should_fit(
         partitioned = partition_graph(sharded, again, policy)
         return predict_step_memory(replace(partitioned, earlier_gradients=earlier)).peak_bytes
 
-    room_bytes = budget_bytes / (1 + (costs.hardware.reserved_share or 0.0)) - found.predicted_bytes
+    room_bytes = costs.hardware.usable_bytes(budget_bytes - found.predicted_bytes)
     spared_bytes = may_be_spared_bytes(captured, plan, found.state, context.mesh.device_mesh.size())
     ordered = combinations(captured, plan, costs, CHECKPOINTING, known, partial(saved_values, captured, again))
     most_bytes = peak_with(known) + room_bytes

@@ -53,12 +53,17 @@ def room_of_passes(captured: CapturedGraph, plan: ShardingPlan, found: FoundPlan
     """
     if captured.local or not captured.has_backward or plan.found is None or math.isinf(found.budget_bytes):
         return None
-    usable = (found.budget_bytes - found.missing_bytes) / (1 + (hardware.reserved_share or 0.0))
+    usable = hardware.usable_bytes(found.budget_bytes - found.missing_bytes)
     return max(int(FOR_SPEED * usable - kept_bytes(captured, plan, found.state)) - 2 * EXTRA_BYTES, 0)
 
 
 def told_of_budget(
-    captured: CapturedGraph, plan: ShardingPlan, report: PlanReport, config: EngineConfig, found: FoundPlan
+    captured: CapturedGraph,
+    plan: ShardingPlan,
+    report: PlanReport,
+    config: EngineConfig,
+    found: FoundPlan,
+    hardware: HardwareSpec,
 ) -> str | None:
     """What is to be said of a step that takes more than a rank may use, by a plan that was not found for it.
 
@@ -76,7 +81,7 @@ def told_of_budget(
             "other parameters are trained than when plan 'auto' was found, or batches are larger. A plan is found once "
             "in a training; one that begins so is planned for it"
         )
-    taken_bytes = kept_bytes(captured, plan, state) + report.predicted_peak_bytes
+    taken_bytes = hardware.reserved_bytes(kept_bytes(captured, plan, state) + report.predicted_peak_bytes)
     if taken_bytes <= budget_bytes:
         return None
     return (

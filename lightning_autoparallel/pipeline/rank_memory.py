@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from lightning_autoparallel.contracts import CapturedGraph, MemoryShare, ShardingPlan
+from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
@@ -68,7 +69,7 @@ def why_over(
     captured: CapturedGraph,
     leanest: Contender,
     saved: Mapping[str, float],
-    reserved: float,
+    hardware: HardwareSpec,
     budget_bytes: float,
 ) -> str:
     """Why the plan that takes least, of those that were found, is too large."""
@@ -82,11 +83,12 @@ def why_over(
     largest = ", ".join(f"{_called(share)} {share.size_bytes / 2**30:.3g}" for share in shares)
     if shares and shares[0].module and shares[0].size_bytes > budget_bytes:
         largest += ": no plan makes the first of them smaller, other axes of the mesh (tp) may, or a smaller module"
-    total, peak = sum(saved.values()) * reserved, leanest.forecast.peak_bytes * reserved
+    total, peak = hardware.reserved_bytes(sum(saved.values())), hardware.reserved_bytes(leanest.forecast.peak_bytes)
+    kept = hardware.reserved_bytes(leanest.kept_bytes)
     return (
         f"the leanest plan that was found needs {leanest.needed_bytes / 2**30:.3g} GiB of a rank, of "
         f"{budget_bytes / 2**30:.3g} that it may use: activations, gradients and what is gathered take "
-        f"{peak / 2**30:.3g} at the step's peak, beside {leanest.kept_bytes * reserved / 2**30:.3g} of parameters and "
+        f"{peak / 2**30:.3g} at the step's peak, beside {kept / 2**30:.3g} of parameters and "
         f"the optimizer's state; what the backward reads is {total / 2**30:.3g} of it (most: {most}), the largest "
         f"values are {largest}"
     )

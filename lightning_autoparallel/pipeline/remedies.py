@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from lightning_autoparallel.contracts import CapturedGraph, ShardingPlan
+from lightning_autoparallel.cost import HardwareSpec
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard
@@ -29,9 +30,8 @@ class Shortfall:
     """The leanest plan of a step, for which a rank needs more than the ``budget_bytes`` that it may use.
 
     ``kept_bytes`` are those of parameters and the optimizer's state, ``activations`` what its backward reads.
-    ``reserved`` is what an allocator holds for a byte that is alive. Axes other than dp_* stay in ``ranks_per_node``.
-    Parameters are ``gathered_again`` for the backward, or all stay gathered until then. Gradients of micro-batches
-    ``add_up``, or what earlier ones would take is not counted yet.
+    Axes other than dp_* stay in a node of the ``hardware``. Parameters are ``gathered_again`` for the backward, or all
+    stay gathered until then. Gradients of micro-batches ``add_up``, or what earlier ones would take is not counted yet.
     """
 
     captured: CapturedGraph
@@ -39,9 +39,8 @@ class Shortfall:
     needed_bytes: float
     kept_bytes: float
     activations: Activations
-    reserved: float
     budget_bytes: float
-    ranks_per_node: int
+    hardware: HardwareSpec
     gathered_again: bool
     add_up: bool
 
@@ -80,7 +79,7 @@ def _recomputing(
     before_bytes = read_bytes(short.captured, short.plan, short.activations)
     for place, policy in enumerate(stronger):
         with_it = read_bytes(short.captured, short.plan, activations_with(policy))
-        needed = short.needed_bytes + (with_it - before_bytes) * short.reserved
+        needed = short.needed_bytes + short.hardware.reserved_bytes(with_it - before_bytes)
         if needed >= short.needed_bytes:
             continue
         if needed <= short.budget_bytes or place == len(stronger) - 1:
@@ -94,7 +93,7 @@ def _fewer_rows(short: Shortfall, shards: int) -> Iterator[tuple[str, float]]:
     of_rows = _bytes_of_rows(short)
     added_to = 0.0 if short.add_up else _gradients(short)
     for parts in (parts for parts in range(2, rows + 1) if rows % parts == 0):
-        needed = short.needed_bytes + (added_to - of_rows * (1 - 1 / parts)) * short.reserved
+        needed = short.needed_bytes + short.hardware.reserved_bytes(added_to - of_rows * (1 - 1 / parts))
         if needed <= short.budget_bytes or parts == rows:
             what = f"{rows // parts} rows per rank, not {rows}, with accumulate_grad_batches {parts} times as large"
             yield what, needed
@@ -114,7 +113,7 @@ def _bytes_of_rows(short: Shortfall) -> float:
     largest = max(blocks.values(), default=0)
     passing = _AT_ONCE * largest if short.gathered_again else blocks.total() + (_AT_ONCE - 1) * largest
     gradients = _gradients(short)
-    peak = short.needed_bytes / short.reserved - short.kept_bytes
+    peak = short.hardware.usable_bytes(short.needed_bytes) - short.kept_bytes
     return max(peak - gradients - passing, min(_saved_bytes(short), peak))
 
 
@@ -126,14 +125,14 @@ def _more_ranks(short: Shortfall) -> Iterator[tuple[str, float]]:
         if not axis.shards_batch:
             cut = {name for name in short.activations.saved if _is_cut(short.plan, name, position)}
             shared_out = stays + _sum(saved_bytes(short.captured, short.plan, cut))
-            yield from _times_more(short, axis.name, shared_out, short.ranks_per_node // axis.size)
+            yield from _times_more(short, axis.name, shared_out, short.hardware.ranks_per_node // axis.size)
 
 
 def _times_more(short: Shortfall, axis: str, shared_out: float, most: int) -> Iterator[tuple[str, float]]:
     times, needed = 1, math.inf
     while needed > short.budget_bytes and times * 2 <= most:
         times *= 2
-        needed = short.needed_bytes - shared_out * (1 - 1 / times) * short.reserved
+        needed = short.needed_bytes - short.hardware.reserved_bytes(shared_out * (1 - 1 / times))
     if times > 1:
         yield f"{times} times the ranks on {axis}", needed
 

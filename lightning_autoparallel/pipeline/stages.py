@@ -156,8 +156,9 @@ def finish_step(
     report = replace(report, notes=(*report.notes, *plan.notes))
     with clock("predict"):
         report = with_predictions(report, captured, partitioned, costs, context.mesh.axes_by_group())
-        context.found.check_memory(captured, plan, report)
-        if (told := told_of_budget(captured, plan, report, context.config, context.found)) is not None:
+        context.found.check_memory(captured, plan, report, costs.hardware)
+        told = told_of_budget(captured, plan, report, context.config, context.found, costs.hardware)
+        if told is not None:
             context.warn_once(told)
     if context.config.explain is not None and captured.has_backward:
         with clock("explain"):

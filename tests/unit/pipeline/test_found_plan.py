@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from torch import nn
 from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import PlanReport
+from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import found_plan, partitioning, stages
 from lightning_autoparallel.pipeline.contest import Contest
-from lightning_autoparallel.pipeline.found_plan import FoundPlan
+from lightning_autoparallel.pipeline.found_plan import FoundPlan, OverBudgetError
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
 from lightning_autoparallel.plan import integer_programme, memory_room, other_plans
 from lightning_autoparallel.strategy.planning import plan
@@ -58,6 +61,32 @@ def test_where_memory_is_short_parameters_are_shared_out() -> None:
     roomy, tight = (found(budget, rows=64, reshard_after_forward=True) for budget in (80.0, 0.12))
     assert roomy.training_peak_bytes is not None and tight.training_peak_bytes is not None
     assert tight.training_peak_bytes <= 0.12 * GIB < roomy.training_peak_bytes
+
+
+def test_what_the_allocator_reserves_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter beside what is alive: of 80 GiB the solver has 64."""
+    rooms: list[float] = []
+    kept = found_plan.solved
+
+    def told(captured: Any, context: Any, costs: Any, room_bytes: float, saved: Any) -> Any:
+        rooms.append(room_bytes)
+        return kept(captured, context, costs, room_bytes, saved)
+
+    monkeypatch.setattr(found_plan, "solved", told)
+    found(80.0, rows=64, hardware={"base": "h100", "reserved_share": 0.25})
+    assert rooms == [64 * GIB]
+
+
+def test_what_passes_made_of_a_step_is_beside_what_the_allocator_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 GiB are kept, and 1 GiB is alive beside them: with a tenth reserved they are 4.4."""
+    monkeypatch.setattr(found_plan, "kept_bytes", lambda captured, plan, state: 3.0 * GIB)
+    plan: Any = SimpleNamespace(found="a spec")
+    report: Any = SimpleNamespace(predicted_peak_bytes=GIB)
+    hardware = replace(hardware_from("h100"), reserved_share=0.1)
+    FoundPlan(budget_bytes=4.5 * GIB, rounds=1).check_memory(plan, plan, report, hardware)
+    with pytest.raises(OverBudgetError, match=r"take 4\.4 GiB of a rank, of 4\.3 that") as caught:
+        FoundPlan(budget_bytes=4.3 * GIB, rounds=1).check_memory(plan, plan, report, hardware)
+    assert caught.value.taken_bytes == pytest.approx(4.4 * GIB)
 
 
 def test_what_fits_by_no_reckoning_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

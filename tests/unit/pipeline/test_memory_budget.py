@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_room_of_passes(
     known = {"local": False, "has_backward": True, "found": "a spec", **step}
     both: Any = SimpleNamespace(**known)
     found: Any = SimpleNamespace(budget_bytes=budget_gib * GIB, missing_bytes=missing_gib * GIB, state=None)
-    hardware: Any = SimpleNamespace(reserved_share=0.1)
+    hardware = replace(hardware_named("h100"), reserved_share=0.1)
     room = memory_budget.room_of_passes(both, both, found, hardware)
     assert room == (None if expected_gib is None else pytest.approx(expected_gib * GIB, abs=1))
 
@@ -104,7 +105,7 @@ def test_a_given_plan_that_takes_more_is_told(
     report: Any = SimpleNamespace(predicted_peak_bytes=GIB)
     found: Any = SimpleNamespace(spec=None, state=None)
     config = EngineConfig(plan=PlanSpec.parse(plan), **options)
-    told = memory_budget.told_of_budget(both, both, report, config, found)
+    told = memory_budget.told_of_budget(both, both, report, config, found, hardware_named("h100"))
     assert (told is not None) == is_told
     if told is not None:
         assert "training_step takes (predicted) 4 GiB" in told and f"of 3.9 that it may use: plan {plan!r}" in told
@@ -116,7 +117,11 @@ def test_a_step_that_came_after_the_plan_was_found_is_told(monkeypatch: Any) -> 
     both: Any = SimpleNamespace(name="training_step", local=False, has_backward=True, found=None)
     report: Any = SimpleNamespace(predicted_peak_bytes=GIB)
     found: Any = SimpleNamespace(spec="a spec", state=SimpleNamespace(per_byte=None), budget_bytes=3.9 * GIB)
-    told = memory_budget.told_of_budget(both, both, report, EngineConfig(plan=PlanSpec.parse("auto")), found)
+    config, hardware = EngineConfig(plan=PlanSpec.parse("auto")), hardware_named("h100")
+    told = memory_budget.told_of_budget(both, both, report, config, found, hardware)
     assert told is not None and "of 3.9 that it may use: other parameters are trained" in told
     found.budget_bytes = 4.1 * GIB
-    assert memory_budget.told_of_budget(both, both, report, EngineConfig(plan=PlanSpec.parse("auto")), found) is None
+    assert memory_budget.told_of_budget(both, both, report, config, found, hardware) is None
+    reserving = replace(hardware, reserved_share=0.1)
+    told = memory_budget.told_of_budget(both, both, report, config, found, reserving)
+    assert told is not None and "takes (predicted) 4.4 GiB of a rank as it is now, of 4.1" in told

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lightning_autoparallel.contracts import NodePlacement, PlanReport
+from lightning_autoparallel.cost import hardware_from
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.pipeline import remedies
 from lightning_autoparallel.pipeline.remedies import _recomputing
@@ -67,7 +68,9 @@ def _fewer_rows_of(monkeypatch: pytest.MonkeyPatch, add_up: bool) -> tuple[str, 
     monkeypatch.setattr(remedies, "global_rows", lambda captured: 16)
     monkeypatch.setattr(remedies, "_bytes_of_rows", lambda short: 800.0)
     monkeypatch.setattr(remedies, "stored_bytes", lambda captured, plan, trained_only: {"w": 100.0})
-    short: Any = SimpleNamespace(captured=None, plan=None, needed_bytes=800.0, reserved=1.0, add_up=add_up)
+    short: Any = SimpleNamespace(
+        captured=None, plan=None, needed_bytes=800.0, add_up=add_up, hardware=hardware_from("h100")
+    )
     short.budget_bytes = 450.0
     (found,) = remedies._fewer_rows(short, shards=2)
     return found
@@ -116,6 +119,7 @@ def _recomputing_of(kept_now: set[str], kept_with: dict[str, set[str]]) -> list[
 
     nodes = {name: NodePlacement(inputs=(), outputs=((),)) for name in ("a", "b", "c")}
     plan = SimpleNamespace(nodes=nodes, axes=())
-    short: Any = SimpleNamespace(captured=captured, plan=plan, activations=read_with(kept_now), reserved=1.0)
+    short: Any = SimpleNamespace(captured=captured, plan=plan, activations=read_with(kept_now))
+    short.hardware = hardware_from("h100")
     short.needed_bytes, short.budget_bytes = 100.0 * len(kept_now), 100.0 * len(kept_now) - 100
     return list(_recomputing(short, ("layer:2", "full"), lambda policy: read_with(kept_with[policy])))
