@@ -63,11 +63,14 @@ class OverBudgetError(InfeasiblePlanError):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldStep:
-    """What a ``request`` was captured as while its plan was found, and what passes made of that, if they were asked."""
+    """What a ``request`` was captured as while its plan was found, and what passes made of that, if they were asked.
+
+    ``seconds`` are those of the stages that this took.
+    """
 
     request: StepRequest
     captured: CapturedGraph
-    capture_seconds: float
+    seconds: Mapping[str, float]
     step: RewrittenStep | None
 
 
@@ -227,12 +230,14 @@ def find_plan(
         error = caught
     context.control.raise_together(error)
     assert captured is not None
-    try:
-        step = find_plan_of(captured, context, followers, layouts, optimizers)
-    except SearchTimeError as late:  # on all ranks
-        step = None
-        context.warn(told_of_shards(context, f"in time for {request.name}", str(late)))
-    context.found.held = HeldStep(request=request, captured=captured, capture_seconds=capturing.seconds, step=step)
+    with context.progress.stage(f"find a plan for {captured.name}") as finding:
+        try:
+            step = find_plan_of(captured, context, followers, layouts, optimizers)
+        except SearchTimeError as late:  # on all ranks
+            step = None
+            context.warn(told_of_shards(context, f"in time for {request.name}", str(late)))
+    seconds = {"capture": capturing.seconds, "find": finding.seconds}
+    context.found.held = HeldStep(request=request, captured=captured, seconds=seconds, step=step)
 
 
 def find_plan_of(
@@ -259,26 +264,25 @@ def find_plan_of(
     found.state = replace(state, micro_batches=micro_batches)
     refused: dict[str, str] = {}  # by policy
     shortfall: Shortfall | None = None
-    with context.progress.stage(f"find a plan for {captured.name}"):
-        kept = _kept_policy(captured, context, costs) if len(policies) > 1 else None
-        within = partial(_find_within, captured, context, costs, budget_bytes=budget, layouts=layouts)
-        for policy in policies if kept is None else (kept, *(each for each in policies if each != kept)):
-            try:
-                step = within(policy)
-                if policy in (kept, policies[0]):
-                    return step
-                return find_lighter(captured, context, costs, policies.index(policy), step, within, budget)
-            except SearchTimeError:  # another policy would take as long
-                found.spec, found.document, found.notes, found.policy = None, {}, (), None
+    kept = _kept_policy(captured, context, costs) if len(policies) > 1 else None
+    within = partial(_find_within, captured, context, costs, budget_bytes=budget, layouts=layouts)
+    for policy in policies if kept is None else (kept, *(each for each in policies if each != kept)):
+        try:
+            step = within(policy)
+            if policy in (kept, policies[0]):
+                return step
+            return find_lighter(captured, context, costs, policies.index(policy), step, within, budget)
+        except SearchTimeError:  # another policy would take as long
+            found.spec, found.document, found.notes, found.policy = None, {}, (), None
+            raise
+        except Exception as error:
+            # Parameters lie as they did.
+            found.spec, found.document, found.notes, found.policy = before
+            if not isinstance(error, AutoParallelError if policy == kept else InfeasiblePlanError):
+                found.is_open, found.rounds = True, found.rounds - 1  # in forward mode it is found for its calls
                 raise
-            except Exception as error:
-                # Parameters lie as they did.
-                found.spec, found.document, found.notes, found.policy = before
-                if not isinstance(error, AutoParallelError if policy == kept else InfeasiblePlanError):
-                    found.is_open, found.rounds = True, found.rounds - 1  # in forward mode it is found for its calls
-                    raise
-                refused[policy_name(policy)] = str(error)
-                shortfall = error.shortfall if isinstance(error, TooLargeError) else None
+            refused[policy_name(policy)] = str(error)
+            shortfall = error.shortfall if isinstance(error, TooLargeError) else None
     said = [f"with activation_checkpointing {policy!r}: {why}" for policy, why in refused.items()]
     if len(said) > 1 and len(set(refused.values())) == 1:  # whatever is recomputed
         said = list(refused.values())[:1]

@@ -78,7 +78,8 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
         unread = {name: layout for name, layout in layouts.items() if name not in read}
         found.missing_bytes = _bytes_of(engine, unread, state[0])
         rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
-        find_plan_of(joined, context, moving, layouts, state)
+        with context.progress.stage(f"find a plan for {joined.name}"):
+            find_plan_of(joined, context, moving, layouts, state)
         assert found.spec is not None
         found.spec = replace(found.spec, rules=(*found.spec.rules, *rules))
     except AutoParallelError as refusal:  # the training goes on as it began

@@ -110,11 +110,9 @@ def build_step(
         PassError: ranks have different settings, or their graphs came out different.
     """
     held = context.found.take_held(request)
-    timings: dict[str, float] = {}
+    timings: dict[str, float] = {} if held is None else dict(held.seconds)
     clock = stage_clock(request.name, timings, context.progress)
     captured, plan = _agreed_plan(request, context, clock, None if held is None else held.captured)
-    if held is not None:
-        timings["capture"] = held.capture_seconds
     rewritten = held.step if held is not None and not waiting else None
     compiles = context.config.compile
     return finish_step(captured, plan, context, request.device, compiles, timings, rewritten, waiting or {})
