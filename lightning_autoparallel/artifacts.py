@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,16 @@ from torch import fx
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """The text of a JSON file."""
-    return json.dumps(value, indent=2) + "\n"
+    """The text of a JSON file; what is infinite is null there, of which JSON has no number."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ArtifactWriter:

@@ -462,6 +462,7 @@ class PlanReport:
             "passes": [asdict(p) | _tables_json({"before": p.before, "after": p.after}) for p in self.passes],
             "notes": list(self.notes),
             "meshes": [asdict(trial) for trial in self.meshes],
+            "explanation": None if self.explanation is None else asdict(self.explanation),
         }
 
 
@@ -481,9 +482,8 @@ def _prediction_json(predicted: GraphPrediction | None) -> dict[str, Any]:
     if predicted is None:
         return {}
     figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes", "by_module")
-    return {name: getattr(predicted, name) for name in figures} | {
-        "largest_at_peak": [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
-    }
+    largest = [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
+    return {name: getattr(predicted, name) for name in figures} | {"largest_at_peak": largest}
 
 
 @dataclass(frozen=True, kw_only=True)

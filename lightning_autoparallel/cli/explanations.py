@@ -15,19 +15,22 @@ def explanation_lines(explanation: Explanation) -> Iterator[str]:
     """An explanation for reading."""
     yield f"Why what {explanation.pattern!r} matches is placed so, {explanation.note}"
     for explained in explanation.choices:
-        yield from _choice_lines(explained)
+        taken, *others = choice_lines(explained)
+        yield f"  {taken}"
+        yield from (f"    {other}" for other in others)
 
 
-def _choice_lines(explained: Explained) -> Iterator[str]:
+def choice_lines(explained: Explained) -> Iterator[str]:
+    """What was taken, then a line for each of what else there was."""
     count = f" ({explained.count} alike)" if explained.count > 1 else ""
     note = f"; {explained.note}" if explained.note else ""
-    yield f"  {explained.what}{count}: {explained.taken}{note}"
+    yield f"{explained.what}{count}: {explained.taken}{note}"
     for other in explained.others:
-        yield f"    {other.way}: {_cost(other)}"
+        yield f"{other.way}: {_cost(other)}"
     if explained.further:
-        yield f"    {explained.further} more, none of them cheaper or possible"
+        yield f"{explained.further} more, none of them cheaper or possible"
     if explained.unsolved:
-        yield f"    {explained.unsolved} more, not looked at: cut off"
+        yield f"{explained.unsolved} more, not looked at: cut off"
 
 
 def _cost(other: OtherWay) -> str:

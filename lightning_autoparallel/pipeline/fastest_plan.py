@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.contracts import (
-    Explanation,
-    MemoryShare,
-    PartitionedGraph,
-    PassReport,
-)
+from lightning_autoparallel.contracts import Explanation, MemoryShare, PartitionedGraph, PassReport
 from lightning_autoparallel.cost import HardwareSpec
 
 # As fast: then the one of fewer launches, which predictions say least of, then the leaner. Measured rates are of one

@@ -1,10 +1,11 @@
-"""The whole page: headline, mesh, plan, timeline, memory, passes and notes of one report."""
+"""The whole page: headline, timeline, memory, mesh, plan, what else there was, passes and notes of one report."""
 
 from __future__ import annotations
 
 from string import Template
 
 from lightning_autoparallel.callbacks.predictions import predicted_lines
+from lightning_autoparallel.cli.page.choices_section import explanation, tried_meshes
 from lightning_autoparallel.cli.page.elements import bullets, section, text
 from lightning_autoparallel.cli.page.headline import headline
 from lightning_autoparallel.cli.page.kinds_section import plan_by_kind
@@ -36,7 +37,7 @@ $body
 
 def report_page(report: PlanReport) -> str:
     """A self-contained page: it loads nothing, runs no script, and stays below a megabyte for any timeline."""
-    sections = (headline, timeline, memory, mesh, plan_by_kind, passes, _notes)
+    sections = (headline, timeline, memory, mesh, tried_meshes, plan_by_kind, explanation, passes, _notes)
     hardware = report.hardware.get("name")
     said = "Predicted and counted, not measured" + (f"; times for {hardware}." if hardware else ".")
     return _PAGE.substitute(

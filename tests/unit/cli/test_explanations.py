@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+from lightning_autoparallel.artifacts import to_json
 from lightning_autoparallel.cli.explanations import explanation_lines
 from lightning_autoparallel.contracts import Explained, Explanation, OtherWay
+from tests.unit._graphs import report_of
 
 
 def test_costs_are_differences_and_equal_ones_the_same() -> None:
@@ -32,4 +36,17 @@ def test_costs_are_differences_and_equal_ones_the_same() -> None:
         "1 more, none of them cheaper or possible",
         "2 more, not looked at: cut off",
         "head: S(0); there is no other way",
+    ]
+
+
+def test_a_report_has_it_as_strict_json() -> None:
+    """What is ruled out has no price, and JSON no infinity."""
+    others = (OtherWay(way="S(0)", more_us=1.5), OtherWay(way="S(1)", ruled_out="no room"))
+    asked = Explanation(pattern="*", choices=(Explained(what="head", count=1, taken="R", others=others),))
+    written = to_json(report_of(explanation=asked).as_json())
+    assert "Infinity" not in written
+    (told,) = json.loads(written)["explanation"]["choices"]
+    assert [(way["way"], way["more_us"], way["ruled_out"]) for way in told["others"]] == [
+        ("S(0)", 1.5, ""),
+        ("S(1)", None, "no room"),
     ]

@@ -17,9 +17,13 @@ from lightning_autoparallel.cli.page.scale import ticks
 from lightning_autoparallel.cli.page.timeline_picture import WIDTH, lanes_svg
 from lightning_autoparallel.contracts import (
     CollectiveCount,
+    Explained,
+    Explanation,
     GraphPrediction,
     MemoryShare,
+    MeshTrial,
     ModuleReport,
+    OtherWay,
     ParameterReport,
     PassReport,
     TimelineEvent,
@@ -144,6 +148,29 @@ def test_blocks_are_folded_and_passes_have_launches_and_bytes_before_and_after()
     assert "18.0 KiB → <b>9.0 KiB</b>" in page
     assert "all in one" in text
     assert "found in no time" in text
+
+
+def test_the_meshes_that_were_tried_are_a_table_the_best_first():
+    best = MeshTrial(mesh={"dp_shard": 8}, fits=True, us_per_sample=1e3, taken_bytes=2.0**30, samples=64)
+    other = MeshTrial(mesh={"dp_shard": 2, "tp": 4}, fits=False, why_not=f"{EVIL} is too large")
+    page = report_page(replace(REPORT, meshes=(best, other)))
+    text = checked(page).text
+    assert text.index("dp_shard: 8") < text.index("dp_shard: 2, tp: 4")
+    assert "1.0 GiB" in text and f"{EVIL} is too large" in text and "<script" not in page
+    assert not [line for line in checked(report_page(REPORT)).text if "Meshes" in line]
+
+
+def test_what_was_asked_about_is_explained():
+    others = (OtherWay(way=f"S(1) {EVIL}", more_us=1500.0, more_bytes=-1024.0), OtherWay(way="R", ruled_out="no room"))
+    weight = Explained(what="layers.*.weight", count=3, taken="S(0)", others=others)
+    alone = Explained(what="scale", count=1, taken="R", others=())
+    asked = Explanation(pattern="*.weight", choices=(weight, alone), note="on tp")
+    page = report_page(replace(REPORT, explanation=asked))
+    text = checked(page).text
+    assert "layers.*.weight (3 alike): S(0)" in text and "scale: R" in text
+    assert f"S(1) {EVIL}: 1.50 ms more, 1.0 KiB less kept" in text and "R: ruled out: no room" in text
+    assert "<script" not in page
+    assert not [line for line in checked(report_page(REPORT)).text if "placed so" in line]
 
 
 def test_names_are_escaped_everywhere():

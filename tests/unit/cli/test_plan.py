@@ -139,7 +139,7 @@ def test_graphs_are_dumped_where_asked(tmp_path, capsys):
 
 def test_a_plan_is_found_explained_and_written(tmp_path, capsys):
     options = ["--strategy.plan", "auto", "--strategy.mesh", "{dp_shard: 2, tp: 2}"]
-    asked = ["--dump", "found", "--explain", "*.attention.wk"]
+    asked = ["--dump", "found", "--output", "report.json", "--html", "report.html", "--explain", "*.attention.wk"]
     assert plan(tmp_path, "--world-size", "4", *options, *asked) == 0
     lines = shown(capsys)
     assert any(line.startswith("note: plan auto on tp: ") for line in lines)
@@ -147,6 +147,9 @@ def test_a_plan_is_found_explained_and_written(tmp_path, capsys):
     assert lines[start + 1].startswith("model.layers.*.attention.wk aten.")
     assert any(re.search(r" us more, (as many bytes|.* (less|more)) kept$", line) for line in lines[start + 2 :])
 
+    told = json.loads((tmp_path / "report.json").read_text())["explanation"]
+    assert told["pattern"] == "*.attention.wk" and told["choices"][0]["what"].startswith("model.layers.*.attention.wk")
+    assert "Why it is placed so" in (tmp_path / "report.html").read_text()
     document = read_plan(tmp_path / "found/training_step/plan.json")
     assert (document["base"], document["mesh"]) == ("fsdp", {"dp_shard": 2, "tp": 2})
     assert document["rules"]["*"] == {"tp": "R"}
