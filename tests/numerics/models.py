@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos import LightningTransformer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.transformer import Transformer as DemoTransformer
 from torch import Tensor, nn
 
 from lightning_autoparallel.models import Llama3Module
+
+LAYERS = 2  # of models that repeat one
 
 
 class Trained(LightningModule):
@@ -99,7 +102,7 @@ class Odd(Trained):
 class HuggingFaceLlama(Trained):
     """A small LlamaForCausalLM, as it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -107,7 +110,7 @@ class HuggingFaceLlama(Trained):
             vocab_size=50,
             hidden_size=16,
             intermediate_size=24,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=32,
@@ -121,7 +124,7 @@ class HuggingFaceLlama(Trained):
 class HuggingFaceGPT2(HuggingFaceLlama):
     """A small GPT2LMHeadModel without dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         LightningModule.__init__(self)
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -129,7 +132,7 @@ class HuggingFaceGPT2(HuggingFaceLlama):
             vocab_size=50,
             n_positions=32,
             n_embd=16,
-            n_layer=2,
+            n_layer=layers,
             n_head=4,
             resid_pdrop=0,
             embd_pdrop=0,
@@ -166,8 +169,9 @@ class Transformer(LightningTransformer):
     compared in float64.
     """
 
-    def __init__(self) -> None:
-        super().__init__(vocab_size=40)
+    def __init__(self, layers: int = LAYERS) -> None:
+        LightningModule.__init__(self)
+        self.model = DemoTransformer(vocab_size=40, nlayers=layers)
         for submodule in self.modules():
             if isinstance(submodule, nn.Dropout):
                 submodule.p = 0.0
@@ -185,8 +189,8 @@ class Transformer(LightningTransformer):
 class Transformer32(Transformer):
     """The same in float32, for the few steps before its rounding has grown."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__(layers)
         self.float()
         self.model.pos_encoder.pe = None
 
@@ -231,6 +235,10 @@ class RoutedExperts(Trained):
         return F.cross_entropy(self.head(x + mixed), targets.flatten()) + 0.1 * balance
 
 
+def _llama(layers: int = LAYERS) -> LightningModule:
+    return Llama3Module(size="debug", overrides={"dim": 32, "n_layers": layers})
+
+
 def _tokens(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=generator)
 
@@ -247,8 +255,8 @@ def _ignored_batch(generator: torch.Generator, rows: int) -> Any:
     return tokens, targets
 
 
-MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[torch.Generator, int], Any]]] = {
-    "llama3": (lambda: Llama3Module(size="debug", overrides={"dim": 32, "n_layers": 2}), _llama_batch),
+MODELS: dict[str, tuple[Callable[..., LightningModule], Callable[[torch.Generator, int], Any]]] = {
+    "llama3": (_llama, _llama_batch),
     "transformer": (Transformer, lambda g, n: (_tokens(g, n, 6, 40), _tokens(g, n, 6, 40))),
     "transformer32": (Transformer32, lambda g, n: (_tokens(g, n, 6, 40), _tokens(g, n, 6, 40))),
     "attention": (
@@ -277,10 +285,13 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[torch.Generator
 }
 
 
-def make_model(name: str, seed: int = 0) -> LightningModule:
-    """The named module with the weights that `seed` gives; its network is built."""
+LAYERED = ("llama3", "transformer", "transformer32", "hf_llama", "hf_gpt2")  # which may have other numbers of layers
+
+
+def make_model(name: str, seed: int = 0, **layers: int) -> LightningModule:
+    """The named module with the weights that `seed` gives; its network is built, of so many `layers` if it has any."""
     torch.manual_seed(seed)
-    module = MODELS[name][0]()
+    module = MODELS[name][0](**layers)
     module.configure_model()
     return module
 

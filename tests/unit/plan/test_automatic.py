@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,21 +87,51 @@ def time_of(plan: ShardingPlan) -> float:
     return float(note.split()[4])
 
 
-def both_ways(choices: AxisChoices, taken: tuple[int, ...]) -> tuple[Problem, float, Problem, float]:
-    """The problem with blocks that decide alike and without, and what the same choices cost in either."""
-    problem = choices.problem()
-    unrolled = AxisChoices(choices.axis, choices.times, choices.free, tied=False)
+@dataclass(frozen=True, kw_only=True)
+class Reckoned:
+    """A problem, and what one solution of it takes: of time, of room throughout and of room at most."""
+
+    problem: Problem
+    time_us: float
+    stays_bytes: float
+    most_bytes: float
+
+
+def reckoned(problem: Problem, taken: Sequence[int]) -> Reckoned:
+    (limit,) = problem.limits
+    return Reckoned(
+        problem=problem,
+        time_us=problem.time_us(taken),
+        stays_bytes=limit.staying_bytes(taken),
+        most_bytes=limit.size_bytes(taken),
+    )
+
+
+def copy_of(choices: AxisChoices, tied: bool = True) -> AxisChoices:
+    known = (choices.fixed, choices.room_bytes, choices.saved, choices.recomputed)
+    return AxisChoices(choices.axis, choices.times, choices.free, *known, tied=tied)
+
+
+def both_ways(choices: AxisChoices, taken: Sequence[int]) -> tuple[Reckoned, Reckoned]:
+    """The problem with blocks that decide alike and without, and what the same choices take in either."""
+    unrolled = copy_of(choices, tied=False)
     each = unrolled.problem()
-    return problem, problem.time_us(taken), each, each.time_us(same(unrolled, each, choices, taken))
+    return reckoned(choices.problem(), taken), reckoned(each, same(unrolled, each, choices, taken))
 
 
-def solved_both_ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Problem, float, Problem, float]]:
+def takes_as_much(tied: Reckoned, unrolled: Reckoned) -> None:
+    for name in ("time_us", "stays_bytes", "most_bytes"):
+        assert getattr(unrolled, name) == pytest.approx(getattr(tied, name), rel=1e-9), name
+    assert tied.time_us > 0
+
+
+def solved_both_ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Reckoned, Reckoned]]:
     """To be filled with what ``both_ways`` says of everything that is solved."""
     seen = []
 
     class Looked(AxisChoices):
         def chosen(self, taken: Any) -> Any:
-            seen.append(both_ways(AxisChoices(self.axis, self.times, self.free), tuple(taken)))
+            seen.append(both_ways(copy_of(self), tuple(taken)))
             return super().chosen(taken)
 
     monkeypatch.setattr(automatic, "AxisChoices", Looked)
@@ -166,11 +196,10 @@ def test_blocks_that_decide_alike_cost_what_they_cost_each_for_itself(count: int
     """The objective over tied blocks is that of the unrolled graph, where each node is a choice of its own."""
     seen = solved_both_ways(monkeypatch)
     planned(fake_mesh(**MESH), captured(Blocks(count), torch.randn(8, 4, 16), shards=2))
-    ((tied, time_us, unrolled, each_us),) = seen
-    assert (len(unrolled.choices) > len(tied.choices)) == (count == 5)
-    assert each_us == pytest.approx(time_us, rel=1e-9)
-    assert time_us > 0
-    assert solve(unrolled).time_us <= time_us * (1 + GAP)
+    ((tied, unrolled),) = seen
+    assert (len(unrolled.problem.choices) > len(tied.problem.choices)) == (count == 5)
+    takes_as_much(tied, unrolled)
+    assert solve(unrolled.problem).time_us <= tied.time_us * (1 + GAP)
 
 
 def test_what_is_found_is_no_worse_than_what_rules_say(fake_mesh) -> None:
