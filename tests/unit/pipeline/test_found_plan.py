@@ -57,10 +57,19 @@ def said(report: PlanReport) -> list[str]:
     return [note for note in report.notes if "recomputing" in note]
 
 
+def lying(report: PlanReport) -> set[str]:
+    """How weights, which are nearly all there is, lie over the ranks that share out the batch."""
+    weights = [one for name, one in report.parameters.items() if name.endswith("weight")]
+    assert len(weights) == 16
+    return {one.placements["dp_shard"] for one in weights}
+
+
 def test_where_memory_is_short_parameters_are_shared_out() -> None:
+    """Much room gives what data parallelism does, little what FSDP does: all weights are whole, or all in shards."""
     roomy, tight = (found(budget, rows=64, reshard_after_forward=True) for budget in (80.0, 0.12))
     assert roomy.training_peak_bytes is not None and tight.training_peak_bytes is not None
     assert tight.training_peak_bytes <= 0.12 * GIB < roomy.training_peak_bytes
+    assert (lying(roomy), lying(tight)) == ({"R"}, {"S(0)"})
 
 
 def test_what_the_allocator_reserves_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
