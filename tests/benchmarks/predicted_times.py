@@ -1,12 +1,14 @@
 """Steps as they are predicted with rates that `calibrate` has measured here, beside a clock's.
 
     python -m tests.benchmarks.predicted_times [--ranks 2] [--mbit 400] [--workloads NAME ...] [--plans NAME ...]
+        [--within RATIO]
 
 First `calibrate` runs on the same ranks and link (or the rates that it left before are read), then every workload under
 every plan, compiled, each in fresh processes, in turns, round by round: what disturbs this machine for a while disturbs
 one round of all of them. With `--mbit` half of the ranks run on each of two network namespaces
 (`slow_link.py`). A ratio is measured / predicted; rows of equal graphs ran the same calls in the same order, and differ
-by measuring. It asserts nothing. The status is 77 where no such link can be made.
+by measuring. With `--within` the status is 1, and a line names each, where a ratio is not between 1 / RATIO and RATIO,
+or there is none. The status is 77 where no such link can be made.
 """
 
 from __future__ import annotations
@@ -97,12 +99,24 @@ def row_of(key: tuple[str, str], outcomes: Sequence[Measurement | MeasurementErr
     """The median of the rounds of one workload and plan beside what is predicted, or why a round failed."""
     failed = [first_line(str(outcome)) for outcome in outcomes if isinstance(outcome, MeasurementError)]
     if failed:
-        return [*key, "-", "-", "-", failed[0], "-"]
+        return [*key, failed[0], "-", "-", "-", "-"]
     rounds = [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
     times_ms = [outcome.step_ms for outcome in rounds]
     step_ms, predicted_ms = statistics.median(times_ms), rounds[0].predicted_ms
     shown = ["-", "-"] if predicted_ms is None else [f"{predicted_ms:.1f}", f"{step_ms / predicted_ms:.2f}"]
     return [*key, f"{step_ms:.1f}", f"{min(times_ms):.1f} .. {max(times_ms):.1f}", *shown, rounds[0].graphs or "-"]
+
+
+def outside(table: Sequence[Sequence[str]], within: float) -> list[str]:
+    """A line for each row, as ``HEADER`` has them, whose ratio is not from 1 / ``within`` to ``within``, or is none."""
+    found = []
+    for row in table:
+        workload, plan, *_, ratio, _ = row
+        if ratio == "-":
+            found.append(f"{workload} under {plan}: nothing to compare")
+        elif not 1 / within <= float(ratio) <= within:
+            found.append(f"{workload} under {plan}: measured / predicted is {ratio}, not within {within:g} either way")
+    return found
 
 
 @contextlib.contextmanager
@@ -126,7 +140,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; medians are compared")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--within", type=_at_least_one, metavar="RATIO", help="fail where a ratio is farther from 1")
     return parser.parse_args(argv)
+
+
+def _at_least_one(text: str) -> float:
+    if not (ratio := float(text)) >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return ratio
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"skipped: {error}", file=sys.stderr)
         return SKIPPED
     print(json.dumps(vars(arguments)), show(table), sep="\n")
-    return 0
+    far = [] if arguments.within is None else outside(table[1:], arguments.within)
+    print(*far, sep="\n", end="\n" if far else "")
+    return int(bool(far))
 
 
 if __name__ == "__main__":
