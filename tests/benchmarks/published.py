@@ -74,19 +74,31 @@ def planned(case: Case, hardware: str) -> dict[str, Any]:
     return found
 
 
-def lines_of(name: str, case: Case, report: Mapping[str, Any]) -> list[str]:
-    """Both sides and their ratio, above 1 where more is predicted."""
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One thing that is predicted and published, both in ``unit``."""
+
+    unit: str
+    predicted: float
+    published: float
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where more is predicted."""
+        return self.predicted / self.published
+
+    def __str__(self) -> str:
+        return f"predicted {self.predicted:,.1f} {self.unit}, published {self.published:,.1f}: {self.ratio:.3f}"
+
+
+def figures_of(case: Case, report: Mapping[str, Any]) -> list[Figure]:
+    """Throughput, and memory where that is published."""
     tokens = report["tokens_per_second_per_device"]
-    lines = [
-        f"{name}: predicted {tokens:,.0f} tokens per second and GPU, published {case.tokens_per_second:,.0f}: "
-        f"{tokens / case.tokens_per_second:.3f}"
-    ]
+    found = [Figure(unit="tokens per second and GPU", predicted=tokens, published=case.tokens_per_second)]
     if case.memory_gib is not None:
         gib = report["training_peak_bytes"] * (1 + report["hardware"]["reserved_share"]) / 2**30
-        lines.append(
-            f"{name}: predicted {gib:.1f} GiB reserved, published {case.memory_gib}: {gib / case.memory_gib:.3f}"
-        )
-    return lines
+        found.append(Figure(unit="GiB reserved", predicted=gib, published=case.memory_gib))
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -96,7 +108,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     given = parser.parse_args(arguments)
     for name in given.cases:
-        print("\n".join(lines_of(name, CASES[name], planned(CASES[name], given.hardware))), flush=True)
+        for figure in figures_of(CASES[name], planned(CASES[name], given.hardware)):
+            print(f"{name}: {figure}", flush=True)
 
 
 if __name__ == "__main__":
