@@ -31,7 +31,10 @@ class Call:
 
 
 class Recording(TorchDispatchMode):
-    """Notes the calls of operators of one run."""
+    """Notes the calls of operators of one run.
+
+    What only asks a tensor where it is computes nothing: how often Python asks differs from run to run.
+    """
 
     supports_higher_order_operators = True  # noted as an operator of which nothing is known
 
@@ -41,7 +44,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls.append(Call(func, tuple(args), dict(kwargs or {}), result))
+        if not (isinstance(func, OpOverload) and func.namespace == "prim"):  # device, layout
+            self.calls.append(Call(func, tuple(args), dict(kwargs or {}), result))
         return result
 
 

@@ -110,3 +110,13 @@ def test_what_is_kept_grows_as_what_is_added():
     (once, value), (twice, again) = counted(3), counted(6)
     assert growths(once.calls, twice.calls, [(value, again)]) == (None,)
     assert growths(once.calls, twice.calls, [(value, again)], kept={id(total)}) == (1.0,)
+
+
+def test_asking_a_tensor_where_it_is_computes_nothing() -> None:
+    """Of two runs of a deep module it is asked more often in one, though they compute the same."""
+    with fake_tracing():
+        x = torch.ones(ROWS, CLASSES)
+        with Recording() as recording:
+            assert torch.ops.prim.device.default(x).type == "cpu"
+            x.sum()
+    assert [str(call.operator) for call in recording.calls] == ["aten.sum.default"]

@@ -14,16 +14,9 @@ from tests.unit.plan.test_automatic import MESH, costs_of, solved_both_ways, tak
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 LAYERS = 4  # of which the first and the last decide for themselves
-NOT_YET = dict.fromkeys(("transformer", "transformer32"), "of so many layers, calls of prim.device differ in number")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=NOT_YET[name])] if name in NOT_YET else [])
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_was_solved_takes_as_much_unrolled(name: str, fake_mesh, monkeypatch) -> None:
     """Time, and room with what is saved and recomputed. Where no layer is repeated they are the same problem."""
     seen = solved_both_ways(monkeypatch)
