@@ -229,9 +229,14 @@ class _Ways:
         return update_us + (hardware.kernel_latency_us if has_more else 0.0)
 
     def _reduced_us(self, size_bytes: float, stored: Mapping[str, int], end: Placement) -> float:
-        """A gradient is scattered over axes that cut the parameter, then what is left is added up over the others."""
+        """A gradient is scattered over axes that cut the parameter, then what is left is added up over the others.
+
+        Where ranks of the axis have it whole, each takes its part before that.
+        """
         own = [self._axis] if end.is_partial() and not self._axis.shards_batch else []
         adding = [*self._batch_axes, *own]
+        if self._axis.name in stored and self._axis not in adding:
+            size_bytes /= self._axis.size
         scattered = [axis for axis in adding if axis.name in stored]
         rest = [axis for axis in adding if axis.name not in stored]
         part_bytes = size_bytes / math.prod(axis.size for axis in scattered)
