@@ -39,7 +39,6 @@ from lightning_autoparallel.pipeline.agreement import other_place
 from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
 from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
 from lightning_autoparallel.strategy.gathered_ranks import gathered_with_gradients
-from lightning_autoparallel.strategy.kept_memory import freed_memory_kept
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
@@ -240,14 +239,11 @@ class WorldStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def together_between_steps(self, trainer: Trainer) -> Iterator[None]:
-        """While open, ranks meet before each batch; those of a batch shard draw alike behind an epoch's first hooks.
-
-        What their steps free on a CPU stays theirs.
-        """
+        """While open, ranks meet before each batch; those of a batch shard draw alike behind an epoch's first hooks."""
         assert self._control is not None
         shared = self._shared_rows
         draws = contextlib.nullcontext() if shared is None else around_hooks(shared.followed_behind)
-        with draws, met_before_batches(trainer, self._control), freed_memory_kept(self.root_device):
+        with draws, met_before_batches(trainer, self._control):
             yield
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
