@@ -98,8 +98,6 @@ def _told(calls: Sequence[Call]) -> list[Any]:
     """What is called on what, values of tensors apart but for those of single numbers."""
     told = []
     for call in calls:
-        if str(call.operator).startswith("prim."):
-            continue  # questions, which a run asks where it reads something for the first time
         leaves, spec = tree_flatten((call.args, call.kwargs))
         told.append((str(call.operator), str(spec), list(map(_leaf, leaves))))
     return told

@@ -33,7 +33,7 @@ class Call:
 class Recording(TorchDispatchMode):
     """Notes the calls of operators of one run.
 
-    What only asks a tensor where it is computes nothing: how often Python asks differs from run to run.
+    What only asks a tensor where it is computes nothing: a run asks where it reads something for the first time.
     """
 
     supports_higher_order_operators = True  # noted as an operator of which nothing is known

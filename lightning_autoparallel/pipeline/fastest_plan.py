@@ -72,7 +72,10 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A plan that was taken through the passes, and the bytes that a rank needs for it."""
+    """A plan that was taken through the passes, and the bytes that a rank's allocator needs for it.
+
+    ``kept_bytes`` are alive, of parameters and the optimizer's state.
+    """
 
     answer: Answer
     forecast: Forecast
@@ -86,7 +89,7 @@ class Contender:
 
     @property
     def lean_bytes(self) -> float:
-        """What a rank would need if passes used no room that is left."""
+        """What would be alive on a rank if passes used no room that is left."""
         return self.kept_bytes + min(self.forecast.lean_bytes, self.forecast.peak_bytes)
 
 

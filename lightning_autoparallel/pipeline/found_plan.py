@@ -38,6 +38,7 @@ from lightning_autoparallel.pipeline.lighter_plan import CHECKPOINTING, find_lig
 from lightning_autoparallel.pipeline.memory_budget import budget_bytes
 from lightning_autoparallel.pipeline.not_found import told_of_shards
 from lightning_autoparallel.pipeline.predict import cost_model
+from lightning_autoparallel.pipeline.progress import Stage
 from lightning_autoparallel.pipeline.rank_memory import kept_bytes, most_bytes, read_bytes, saved_bytes, why_over
 from lightning_autoparallel.pipeline.read_activations import read_activations
 from lightning_autoparallel.pipeline.remedies import Shortfall, TooLargeError, remedies
@@ -78,8 +79,9 @@ class HeldStep:
 class FoundPlan:
     """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
 
-    ``policy`` is what its backward recomputes. A rank may use ``budget_bytes``; what was found should take
-    ``predicted_bytes`` or more, ``predicted_us`` a step, and passes made it ``missing_bytes`` more in ``rounds`` plans.
+    ``policy`` is what its backward recomputes. A rank's allocator may hold ``budget_bytes``; for what was found it
+    should hold ``predicted_bytes`` or more, ``predicted_us`` a step, and passes made it ``missing_bytes`` more in
+    ``rounds`` plans, which took ``seconds`` by stage.
     It is for a module whose parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
     ``state`` is what optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may
     take as it is. ``calls`` are those of modules, in a training that runs no whole step.
@@ -94,6 +96,7 @@ class FoundPlan:
     predicted_us: float | None = None
     missing_bytes: float = 0.0
     rounds: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
     is_open: bool = True
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     question: Question | None = None
@@ -236,8 +239,20 @@ def find_plan(
         except SearchTimeError as late:  # on all ranks
             step = None
             context.warn(told_of_shards(context, f"in time for {request.name}", str(late)))
-    seconds = {"capture": capturing.seconds, "find": finding.seconds}
-    context.found.held = HeldStep(request=request, captured=captured, seconds=seconds, step=step)
+    context.found.held = HeldStep(
+        request=request, captured=captured, seconds=_seconds(context.found, capturing, finding, step), step=step
+    )
+
+
+def _seconds(found: FoundPlan, capturing: Stage, finding: Stage, step: RewrittenStep | None) -> dict[str, float]:
+    """Of all rounds; stages of the ``step`` that was taken are told with the others."""
+    told = 0.0 if step is None else sum(step.timings.values())
+    before = found.seconds if found.rounds > 1 else {}
+    found.seconds = {
+        "capture": before.get("capture", 0.0) + capturing.seconds,
+        "find": before.get("find", 0.0) + finding.seconds - told,
+    }
+    return dict(found.seconds)
 
 
 def find_plan_of(
@@ -246,13 +261,18 @@ def find_plan_of(
     followers: Mapping[str, tuple[str, ...] | None],
     layouts: Mapping[str, ParameterLayout],
     optimizers: tuple[OptimizerState, str | None],
+    unread_bytes: float = 0.0,
 ) -> RewrittenStep | None:
-    """As ``find_plan``, for a step that every rank has captured; what passes made of it, where they were asked."""
+    """As ``find_plan``, for a step that every rank has captured; what passes made of it, where they were asked.
+
+    A rank has ``unread_bytes`` of parameters that the step does not read, alive beside it.
+    """
     check_same_graph(captured, None, context.control)
     costs = cost_model(context.config, context.mesh, context.control, context.warn_once)
     check_same_settings("before a plan is found", _settings(context, costs), context.control)
     found = context.found
     found.budget_bytes = budget_bytes(context.config, context.mesh, costs.hardware, context.control)
+    found.missing_bytes += costs.hardware.reserved_bytes(unread_bytes)
     budget = max(found.budget_bytes - found.missing_bytes, 1.0)
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
     before = found.spec, found.document, found.notes, found.policy

@@ -76,10 +76,9 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
         context.control.raise_together(error)
         read = {item.name for item in joined.inputs if item.kind == "parameter"}
         unread = {name: layout for name, layout in layouts.items() if name not in read}
-        found.missing_bytes = _bytes_of(engine, unread, state[0])
         rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
         with context.progress.stage(f"find a plan for {joined.name}"):
-            find_plan_of(joined, context, moving, layouts, state)
+            find_plan_of(joined, context, moving, layouts, state, _bytes_of(engine, unread, state[0]))
         assert found.spec is not None
         found.spec = replace(found.spec, rules=(*found.spec.rules, *rules))
     except AutoParallelError as refusal:  # the training goes on as it began

@@ -78,10 +78,11 @@ def why_over(
         if node.name in saved:
             path = fxn.module_path(node)
             kinds[fxn.kind_of(path) if path else "the step itself"] += int(saved[node.name])
-    most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in kinds.most_common(_SHOWN))
+    shown = ((kind, hardware.reserved_bytes(size)) for kind, size in kinds.most_common(_SHOWN))
+    most = ", ".join(f"{kind} {size / 2**30:.3g}" for kind, size in shown)
     shares = leanest.forecast.largest
     largest = ", ".join(f"{_called(share)} {share.size_bytes / 2**30:.3g}" for share in shares)
-    if shares and shares[0].module and shares[0].size_bytes > budget_bytes:
+    if shares and shares[0].module and hardware.reserved_bytes(shares[0].size_bytes) > budget_bytes:
         largest += ": no plan makes the first of them smaller, other axes of the mesh (tp) may, or a smaller module"
     total, peak = hardware.reserved_bytes(sum(saved.values())), hardware.reserved_bytes(leanest.forecast.peak_bytes)
     kept = hardware.reserved_bytes(leanest.kept_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,7 @@ class Cell:
         given += ["--hardware", hardware, "--strategy.mesh", json.dumps(dict(self.mesh))]
         given += ["--data.init_args.batch_size", str(self.rows)]
         if self.plan == AUTO:  # as much as the others may take
-            given += ["--strategy.memory_budget_gib", str(hardware_from(hardware).memory_bytes / 2**30)]
+            given += ["--strategy.memory_budget_gib", str(_memory_bytes(hardware) / 2**30)]
         return given if self.plan is None else [*given, "--strategy.plan", self.plan]
 
     def __str__(self) -> str:
@@ -102,20 +103,47 @@ def report_of(cell: Cell, hardware: str) -> Mapping[str, Any] | str:
         return report
 
 
+def _memory_bytes(hardware: str) -> int:
+    return hardware_from(hardware).memory_bytes
+
+
 def exposed_us(report: Mapping[str, Any]) -> float:
     """Of a step, the time in which nothing computes."""
     return sum(report[name]["exposed_us"] for name in ("forward", "backward"))
 
 
-def compare(recipe: str, ranks: int, rows: int, hardware: str) -> float | None:
-    """Print the plans of one recipe at so many ranks; what is found over the best of the others, if any fit."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is found over the best of the others: with the best mesh of each, and on the mesh where that is most."""
+
+    ratio: float
+    worst: float
+
+
+def compared(times_ms: Mapping[tuple[str, bool], float]) -> Comparison | None:
+    """Of the best that fit, by mesh and whether they were found; infinite where only others fit, None where none do."""
+    meshes = {mesh for mesh, is_found in times_ms if not is_found}
+    if not meshes:
+        return None
+    found, others = (
+        {mesh: time_ms for (mesh, is_found), time_ms in times_ms.items() if is_found == wanted}
+        for wanted in (True, False)
+    )
+    return Comparison(
+        ratio=min(found.values(), default=math.inf) / min(others.values()),
+        worst=max(found.get(mesh, math.inf) / others[mesh] for mesh in meshes),
+    )
+
+
+def compare(recipe: str, ranks: int, rows: int, hardware: str) -> Comparison | None:
+    """Print the plans of one recipe at so many ranks, and how what is found compares with the others."""
+    times_ms: dict[tuple[str, bool], float] = {}
     for cell in cells(recipe, ranks, rows):
         report = report_of(cell, hardware)
         if isinstance(report, str):
             print(f"{cell}  none: {report[:150]}", flush=True)
             continue
-        memory, room = report["training_peak_bytes"], report["hardware"]["memory_bytes"]
+        memory, room = report["training_peak_bytes"], hardware_from(hardware).usable_bytes(_memory_bytes(hardware))
         fits = memory is not None and memory <= room
         time_ms, exposed_ms = report["step_time_us"] / 1e3, exposed_us(report) / 1e3
         print(
@@ -124,19 +152,28 @@ def compare(recipe: str, ranks: int, rows: int, hardware: str) -> float | None:
             flush=True,
         )
         if fits:
-            times[cell.plan == AUTO].append(time_ms)
-    if not (times[True] and times[False]):
-        return None
-    ratio = min(times[True]) / min(times[False])
-    print(f"{recipe:<13} {ranks:>5} {rows:>3} rows: auto / best of the others: {ratio:.3f}\n", flush=True)
-    return ratio
+            key = json.dumps(cell.mesh), cell.plan == AUTO
+            times_ms[key] = min(time_ms, times_ms.get(key, math.inf))
+    comparison = compared(times_ms)
+    if comparison is not None:
+        print(
+            f"{recipe:<13} {ranks:>5} auto / best of the others: {comparison.ratio:.3f}, "
+            f"on the mesh where that is most {comparison.worst:.3f}\n",
+            flush=True,
+        )
+    return comparison
 
 
-def summary(ratios: Sequence[float | None]) -> str:
-    """Of all comparisons, what was found over the best of the others; None where there was nothing to compare."""
-    compared = [round(ratio, 3) for ratio in ratios if ratio is not None]
-    slower, faster = sum(ratio > 1 for ratio in compared), sum(ratio <= _FASTER for ratio in compared)
-    return f"{len(compared)} comparisons: auto is slower in {slower}, at least 5 % faster in {faster}"
+def summary(comparisons: Sequence[Comparison | None]) -> str:
+    """What all of them say; None where there was nothing to compare."""
+    known = [one for one in comparisons if one is not None]
+    slower = sum(round(one.ratio, 3) > 1 for one in known)
+    on_a_mesh = sum(round(one.worst, 3) > 1 for one in known)
+    faster = sum(one.ratio <= _FASTER for one in known)
+    return (
+        f"{len(known)} comparisons: auto is slower in {slower} (on some mesh in {on_a_mesh}), "
+        f"at least 5 % faster in {faster}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -147,13 +184,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--rows", type=int, nargs="+", help="of each data-parallel rank of the recipe's mesh")
     given = parser.parse_args(arguments)
-    ratios = [
+    comparisons = [
         compare(recipe, ranks, rows, given.hardware)
         for recipe in given.recipes
         for ranks in sorted({*given.ranks, RECIPES[recipe].ranks})
         for rows in given.rows or RECIPES[recipe].rows
     ]
-    print(summary(ratios))
+    print(summary(comparisons))
 
 
 if __name__ == "__main__":

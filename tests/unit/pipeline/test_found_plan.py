@@ -23,6 +23,7 @@ from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import found_plan, partitioning, stages
 from lightning_autoparallel.pipeline.contest import Contest
 from lightning_autoparallel.pipeline.found_plan import FoundPlan, OverBudgetError
+from lightning_autoparallel.pipeline.progress import Stage
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
 from lightning_autoparallel.plan import integer_programme, memory_room, other_plans
 from lightning_autoparallel.strategy.planning import plan
@@ -82,8 +83,10 @@ def test_what_the_allocator_reserves_is_no_room(monkeypatch: pytest.MonkeyPatch)
         return kept(captured, context, costs, room_bytes, saved)
 
     monkeypatch.setattr(found_plan, "solved", told)
-    found(80.0, rows=64, hardware={"base": "h100", "reserved_share": 0.25})
+    report = found(80.0, rows=64, hardware={"base": "h100", "reserved_share": 0.25})
     assert rooms == [64 * GIB]
+    assert report.training_peak_bytes is not None
+    assert f"{report.training_peak_bytes * 1.25 / GIB:.3g} of 80 GiB on a rank" in said(report)[0]
 
 
 def test_what_passes_made_of_a_step_is_beside_what_the_allocator_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +99,17 @@ def test_what_passes_made_of_a_step_is_beside_what_the_allocator_reserves(monkey
     with pytest.raises(OverBudgetError, match=r"take 4\.4 GiB of a rank, of 4\.3 that") as caught:
         FoundPlan(budget_bytes=4.3 * GIB, rounds=1).check_memory(plan, plan, report, hardware)
     assert caught.value.taken_bytes == pytest.approx(4.4 * GIB)
+
+
+def test_the_seconds_of_a_plan_are_those_of_all_rounds_and_stages_count_once() -> None:
+    capturing, finding = (Stage(name="a stage", began_s=0.0, seconds=seconds) for seconds in (1.0, 5.0))
+    step: Any = SimpleNamespace(timings={"apply": 0.5, "passes": 1.5})
+    plan_of_it = FoundPlan(rounds=1)
+    assert found_plan._seconds(plan_of_it, capturing, finding, step) == {"capture": 1.0, "find": 3.0}
+    plan_of_it.rounds = 2
+    assert found_plan._seconds(plan_of_it, capturing, finding, None) == {"capture": 2.0, "find": 8.0}
+    plan_of_it.rounds = 1
+    assert found_plan._seconds(plan_of_it, capturing, finding, None) == {"capture": 1.0, "find": 5.0}
 
 
 def test_what_fits_by_no_reckoning_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,19 +59,18 @@ def test_fewer_rows_are_enough() -> None:
 
 def test_gradients_of_fewer_rows_that_add_up_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 8 rows of 800 bytes, a parameter of 100; the backward reads all that the rows take."""
-    added, first = (_fewer_rows_of(monkeypatch, add_up) for add_up in (True, False))
+    added, first, reserved = (_fewer_rows_of(monkeypatch, *of) for of in ((True,), (False,), (False, 0.25)))
+    assert reserved == ("4 rows per rank, not 8, with accumulate_grad_batches 2 times as large", 800 - 300 * 1.25)
     assert added == ("4 rows per rank, not 8, with accumulate_grad_batches 2 times as large", 800 - 400)
     assert first == ("2 rows per rank, not 8, with accumulate_grad_batches 4 times as large", 800 - 600 + 100)
 
 
-def _fewer_rows_of(monkeypatch: pytest.MonkeyPatch, add_up: bool) -> tuple[str, float]:
+def _fewer_rows_of(monkeypatch: pytest.MonkeyPatch, add_up: bool, share: float = 0.0) -> tuple[str, float]:
     monkeypatch.setattr(remedies, "global_rows", lambda captured: 16)
     monkeypatch.setattr(remedies, "_bytes_of_rows", lambda short: 800.0)
     monkeypatch.setattr(remedies, "stored_bytes", lambda captured, plan, trained_only: {"w": 100.0})
-    short: Any = SimpleNamespace(
-        captured=None, plan=None, needed_bytes=800.0, add_up=add_up, hardware=hardware_from("h100")
-    )
-    short.budget_bytes = 450.0
+    short: Any = SimpleNamespace(captured=None, plan=None, needed_bytes=800.0, add_up=add_up)
+    short.budget_bytes, short.hardware = 450.0, hardware_from({"base": "h100", "reserved_share": share})
     (found,) = remedies._fewer_rows(short, shards=2)
     return found
 
