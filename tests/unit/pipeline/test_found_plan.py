@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_autoparallel.compile import partition_graph
 from lightning_autoparallel.config import PlanSpec
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost import hardware_from
+from lightning_autoparallel.cost.optimizer import ADAMW
 from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, PassError
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import found_plan, partitioning, stages
@@ -99,6 +101,23 @@ def test_what_passes_made_of_a_step_is_beside_what_the_allocator_reserves(monkey
     with pytest.raises(OverBudgetError, match=r"take 4\.4 GiB of a rank, of 4\.3 that") as caught:
         FoundPlan(budget_bytes=4.3 * GIB, rounds=1).check_memory(plan, plan, report, hardware)
     assert caught.value.taken_bytes == pytest.approx(4.4 * GIB)
+
+
+def test_parameters_that_a_step_does_not_read_take_what_the_allocator_holds_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 80 GiB there are 70 for a plan, where 8 GiB are alive beside it and a quarter more is reserved."""
+    given: list[float] = []
+    for name in ("check_same_graph", "check_same_settings", "staying", "_settings"):
+        monkeypatch.setattr(found_plan, name, MagicMock())
+    hardware = replace(hardware_from("h100"), reserved_share=0.25)
+    monkeypatch.setattr(found_plan, "cost_model", lambda *args: SimpleNamespace(hardware=hardware))
+    monkeypatch.setattr(found_plan, "budget_bytes", lambda *args: 80.0 * GIB)
+    monkeypatch.setattr(found_plan, "_find_within", lambda *args, budget_bytes, layouts: given.append(budget_bytes))
+    context: Any = MagicMock(found=FoundPlan(), checkpointing="none")
+    context.control.told_by_first = lambda told: told
+    found_plan.find_plan_of(MagicMock(), context, {}, {}, (ADAMW, None), 8.0 * GIB)
+    assert given == [70.0 * GIB]
 
 
 def test_the_seconds_of_a_plan_are_those_of_all_rounds_and_stages_count_once() -> None:
