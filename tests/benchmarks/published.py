@@ -96,7 +96,7 @@ def figures_of(case: Case, report: Mapping[str, Any]) -> list[Figure]:
     tokens = report["tokens_per_second_per_device"]
     found = [Figure(unit="tokens per second and GPU", predicted=tokens, published=case.tokens_per_second)]
     if case.memory_gib is not None:
-        gib = report["training_peak_bytes"] * (1 + report["hardware"]["reserved_share"]) / 2**30
+        gib = report["training_peak_bytes"] * (1 + (report["hardware"]["reserved_share"] or 0.0)) / 2**30
         found.append(Figure(unit="GiB reserved", predicted=gib, published=case.memory_gib))
     return found
 
