@@ -456,7 +456,7 @@ class AutoParallelStrategy(SavingStrategy):
             self.checkpoint_io.teardown()
             well = not self._failed
         finally:
-            self._roll_call.stop(well)
+            self.leave_world(well)
 
     def _give_back(self) -> None:
         """After training the module is that of one device, where it fits."""

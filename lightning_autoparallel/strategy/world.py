@@ -39,6 +39,7 @@ from lightning_autoparallel.pipeline.agreement import other_place
 from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
 from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
 from lightning_autoparallel.strategy.gathered_ranks import gathered_with_gradients
+from lightning_autoparallel.strategy.kept_memory import give_back_memory, keep_freed_memory
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
@@ -134,6 +135,7 @@ class WorldStrategy(ParallelStrategy):
         """Start the process group and build the mesh, once."""
         super().setup_environment()
         self.set_world_ranks()
+        keep_freed_memory(self.root_device)
         if self.world_size > 1:  # ranks draw alike; a single one goes on, as one device does
             reset_seed()
         if self._mesh is None:
@@ -148,6 +150,11 @@ class WorldStrategy(ParallelStrategy):
             self._shared_rows.begin()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
+
+    def leave_world(self, well: bool) -> None:
+        """What began with ``setup_environment`` ends; it went ``well``, or others are to be told that it did not."""
+        self._roll_call.stop(well)
+        give_back_memory(self.root_device)
 
     def _start_process_group(self) -> None:
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
