@@ -2,7 +2,8 @@
 
 Until then no text tells ranks apart, so that graphs can be compared. Here what depends on the rank is written with
 torch's own operators, which compilers know: a transfer is an all-to-all of which one piece each way is not empty (on
-NCCL one send and one receive in a group), parts are joined and added in the order of ranks.
+NCCL one send and one receive in a group), parts are joined and added in the order of ranks. Products that are added to
+a sum which nothing else reads are added where it lies.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lightning_autoparallel.contracts import PartitionedGraph
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls
+from lightning_autoparallel.fx.in_place import adds_in_place
 from lightning_autoparallel.torch_compat import rank_operators as ranked
 from lightning_autoparallel.torch_compat.collectives import ALL_TO_ALL
 from lightning_autoparallel.torch_compat.graph_modules import graph_module
@@ -54,12 +56,23 @@ def specialize(graph: fx.Graph, place_of: PlaceOf) -> None:
     Raises:
         PassError: a call that the ranks of its group could not make together.
     """
+    for node in [node for node in graph.nodes if adds_in_place(node)]:
+        _add_in_place(node)
     for node in list(graph.nodes):
         write = _WRITERS.get(node.target)
         if write is not None:
             node.replace_all_uses_with(write(node, Calls(node), place_of))
             graph.erase_node(node)
     graph.lint()
+
+
+def _add_in_place(node: fx.Node) -> None:
+    """What reads the sum reads the memory that it was added to: nothing else does, before or after."""
+    total = node.args[0]
+    assert isinstance(total, fx.Node)
+    Calls(node)(ranked.ADD_PRODUCT_IN_PLACE, *node.args)
+    node.replace_all_uses_with(total)
+    node.graph.erase_node(node)
 
 
 def _transfer(node: fx.Node, call: Calls, place_of: PlaceOf) -> fx.Node:
@@ -118,8 +131,18 @@ def _chunk(node: fx.Node, call: Calls, place_of: PlaceOf) -> fx.Node:
 
 
 def _wide(node: fx.Node, call: Calls, place_of: PlaceOf) -> fx.Node:
-    left, right = node.args
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    return _product(call, *node.args)
+
+
+def _added(node: fx.Node, call: Calls, place_of: PlaceOf) -> fx.Node:
+    total, left, right = node.args
+    assert isinstance(total, fx.Node) and isinstance(left, fx.Node)
+    is_wide = total.meta["val"].dtype != left.meta["val"].dtype
+    return call(aten.add.Tensor, total, _product(call, left, right) if is_wide else call(aten.mm.default, left, right))
+
+
+def _product(call: Calls, left: Any, right: Any) -> fx.Node:
+    """In float32, whatever its operands are."""
     product = aten.bmm if left.meta["val"].dim() == 3 else aten.mm
     if ranked.wide_products(left.meta["val"].device.type):
         return call(product.dtype, left, right, torch.float32)
@@ -133,4 +156,5 @@ _WRITERS: dict[Any, _Write] = {
     ranked.RANK_SUM: _sum,
     ranked.RANK_CHUNK: _chunk,
     ranked.WIDE_PRODUCT: _wide,
+    ranked.ADD_PRODUCT: _added,
 }

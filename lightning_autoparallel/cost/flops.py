@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
+from lightning_autoparallel.torch_compat.rank_operators import ADD_PRODUCT, WIDE_PRODUCT
 from lightning_autoparallel.torch_compat.schemas import named_arguments
 
 
@@ -19,8 +19,8 @@ def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     """FLOPs of the operators that torch's counter knows; 0 for the others, which are bound by memory."""
     if op is torch.ops.aten.einsum.default:
         return 2 * math.prod(_letter_sizes(*args).values())
-    if op is WIDE_PRODUCT:
-        return 2 * int(result.numel() * args[0].shape[-1])
+    if op in (WIDE_PRODUCT, ADD_PRODUCT):
+        return 2 * int(result.numel() * args[-1].shape[-2])
     if fxn.is_attention_target(op):  # torch's counter knows no heads that share keys
         return _attention_flops(str(op), {**named_arguments(op, args, kwargs), "is_causal": False})
     packet = getattr(op, "overloadpacket", None)
@@ -31,7 +31,7 @@ def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
 
 def counts_flops(node: fx.Node) -> bool:
     """Whether the node is of those that FLOPs may bound: products, convolutions, attention."""
-    is_product = node.target in (torch.ops.aten.einsum.default, WIDE_PRODUCT)
+    is_product = node.target in (torch.ops.aten.einsum.default, WIDE_PRODUCT, ADD_PRODUCT)
     return is_product or fxn.is_attention(node) or getattr(node.target, "overloadpacket", None) in flop_registry
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.in_place import adds_in_place
 from lightning_autoparallel.torch_compat.schemas import Place, result_places, views_first_argument
 
 aten = torch.ops.aten
@@ -106,7 +107,7 @@ class _Resolver:
             return self._handed[source]
         if fxn.is_getitem(node):
             return self._item(node)
-        if fxn.is_wait(node) or node.target in _UNDECLARED_VIEWS:
+        if fxn.is_wait(node) or node.target in _UNDECLARED_VIEWS or adds_in_place(node):
             return self._shown(node, node.args[0])
         return self._call(node)
 

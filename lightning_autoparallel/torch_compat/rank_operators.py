@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ NAMESPACE = "lightning_autoparallel"
 aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_Implementation = TypeVar("_Implementation", bound=Callable[..., Tensor | None])
 
 
-def _define(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _define(schema: str) -> Callable[[_Implementation], _Implementation]:
     """Define an operator whose implementation is the function below, on every device."""
 
-    def define(implementation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def define(implementation: _Implementation) -> _Implementation:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -91,12 +92,29 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left.float(), right.float())
 
 
+@_define("add_product(Tensor total, Tensor left, Tensor right) -> Tensor")
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``total`` and the product of two matrices, which may be narrower: it is not rounded to their dtype."""
+    result = total.clone()
+    _add_product_(result, left, right)
+    return result
+
+
+@_define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The same, where ``total`` lies."""
+    if total.dtype != left.dtype and wide_products(total.device.type):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
 def wide_products(device_type: str) -> bool:
     """Whether a device has products with a result that is wider than their operands."""
     return device_type == "cuda"
 
 
-def _fake(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _fake(name: str) -> Callable[[_Implementation], _Implementation]:
     return torch.library.register_fake(f"{NAMESPACE}::{name}", lib=_LIBRARY)
 
 
@@ -126,6 +144,16 @@ def _fake_product(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=torch.float32)
 
 
+@_fake("add_product")
+def _fake_added(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return torch.empty_like(total)
+
+
+@_fake("add_product_")
+def _fake_added_in_place(total: Tensor, left: Tensor, right: Tensor) -> None:
+    pass
+
+
 _ours = getattr(torch.ops, NAMESPACE)
 
 SHARD_PERMUTE = _ours.shard_permute.default
@@ -133,3 +161,5 @@ RANK_CAT = _ours.rank_cat.default
 RANK_SUM = _ours.rank_sum.default
 RANK_CHUNK = _ours.rank_chunk.default
 WIDE_PRODUCT = _ours.wide_product.default
+ADD_PRODUCT = _ours.add_product.default
+ADD_PRODUCT_IN_PLACE = _ours.add_product_.default

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.passes.decompose.cuts import RESHAPES, Cut
-from lightning_autoparallel.passes.decompose.product_parts import cast, is_narrow, product_of
+from lightning_autoparallel.passes.decompose.product_parts import Product, cast, is_narrow, product_of
 from lightning_autoparallel.passes.loss_head.head_region import HeadRegion
-from lightning_autoparallel.torch_compat.rank_operators import WIDE_PRODUCT
+from lightning_autoparallel.torch_compat.rank_operators import ADD_PRODUCT, WIDE_PRODUCT
 
 aten = torch.ops.aten
 
@@ -31,9 +31,12 @@ def write_chunks(region: HeadRegion, given: Mapping[fx.Node, fx.Node], call: Cal
     for index, stage in _turns(region.chunks, 1 + max(stages.values())):
         for node in region.calls:
             if stages[node] == stage:
-                made = chunks[index].write(node)
-                if node in parts:
-                    _collect(parts[node], made, region.calls[node].result, call)
+                if node in parts and region.calls[node].result is None:
+                    parts[node] = [chunks[index].write_added(node, parts[node])]
+                else:
+                    made = chunks[index].write(node)
+                    if node in parts:
+                        parts[node].append(made)
     return {node: _whole(node, region.calls[node].result, parts[node], call) for node in parts}
 
 
@@ -58,13 +61,6 @@ def _turns(chunks: int, stages: int) -> Iterator[tuple[int, int]]:
                 yield index - 1, half + stage
 
 
-def _collect(parts: list[fx.Node], made: fx.Node, cut: Cut | None, call: Calls) -> None:
-    """Add what a chunk has made of an exit: to the sum, or to the rows."""
-    if cut is None and parts:
-        made = Calls(call.anchor, made.meta, call.results)(aten.add.Tensor, parts.pop(), made)
-    parts.append(made)
-
-
 class _Chunk:
     """Writes the calls of one chunk."""
 
@@ -75,15 +71,31 @@ class _Chunk:
 
     def write(self, node: fx.Node) -> fx.Node:
         """The call on this chunk's rows; what it reads of the region is written already."""
-        operands = {
-            operand: self._made[operand] if operand in self._made else self._entry(operand, cut)
-            for operand, cut in self._region.calls[node].operands.items()
-        }
+        operands = {operand: self._operand(node, operand) for operand in self._region.calls[node].operands}
         self._made[node] = self._written(node, self._region.calls[node].result, operands)
         return self._made[node]
 
+    def write_added(self, node: fx.Node, total: Sequence[fx.Node]) -> fx.Node:
+        """The call, which sums this chunk's rows up, added to the ``total`` of chunks before if there were any."""
+        product = product_of(node)
+        if not total:
+            return self.write(node)
+        if product is not None and _is_alone(product) and not any(user in self._region.calls for user in node.users):
+            operands = [self._operand(node, operand) for operand in (product.left, product.right)]
+            return self._beside(node)(ADD_PRODUCT, *total, *operands)
+        made = self.write(node)
+        return self._beside(made)(aten.add.Tensor, *total, made)
+
+    def _operand(self, node: fx.Node, operand: fx.Node) -> fx.Node:
+        cut = self._region.calls[node].operands[operand]
+        return self._made[operand] if operand in self._made else self._entry(operand, cut)
+
+    def _beside(self, node: fx.Node) -> Calls:
+        """Adds calls of the same place in the user's code."""
+        return Calls(self._call.anchor, _meta(node), self._call.results)
+
     def _written(self, node: fx.Node, cut: Cut | None, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        call = Calls(self._call.anchor, _meta(node), self._call.results)
+        call = self._beside(node)
         if cut is None:
             return _addend(call, node, operands)
         shape = cut.part_of(node.meta["val"].shape)
@@ -106,7 +118,7 @@ class _Chunk:
 
     def _taken(self, source: fx.Node, cut: Cut) -> fx.Node:
         """This chunk's rows of a whole value."""
-        call = Calls(self._call.anchor, _meta(source), self._call.results)
+        call = self._beside(source)
         shape = list(source.meta["val"].shape)
         start = self._index * cut.inner
         if cut.outer == 1:
@@ -119,6 +131,11 @@ class _Chunk:
 def _meta(node: fx.Node) -> dict[str, Any]:
     """Where in the user's code the call is; a chunk's gradient is computed beside its loss."""
     return {key: value for key, value in node.meta.items() if key != "partitioner_tag"}
+
+
+def _is_alone(product: Product) -> bool:
+    """Whether it is one product of two matrices and nothing else."""
+    return product.bias is None and not product.is_batch
 
 
 def _addend(call: Calls, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:

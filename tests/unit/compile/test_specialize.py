@@ -89,6 +89,50 @@ def test_a_wide_product_is_not_rounded():
     torch.testing.assert_close(result, value.float() @ value.float(), rtol=0, atol=0)
 
 
+def _sum_of_products(build: Builder, x: fx.Node, products: int) -> list[fx.Node]:
+    """What each product is added to, from the first one on: ``x @ x`` so many times."""
+    sums = [build.call(ranked.WIDE_PRODUCT, x, x)]
+    while len(sums) < products:
+        sums.append(build.call(ranked.ADD_PRODUCT, sums[-1], x, x))
+    return sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_where_their_sum_lies(dtype: torch.dtype):
+    build = Builder()
+    x = build.input(8, 8, dtype=dtype)
+    sums = _sum_of_products(build, x, 3)
+    graph = build.output(build.call(aten.neg.default, sums[-1]))
+    storages = resolve_storages(graph)
+    assert len({storages.of(one) for one in sums}) == 1
+    value = torch.randn(8, 8).to(dtype)
+    ((result,),) = _run(graph, [value])
+    torch.testing.assert_close(result, -3 * (value.float() @ value.float()))
+    (own,) = rank_graphs(graph, 1)
+    calls = [node.target for node in own.nodes]
+    assert calls.count(ranked.ADD_PRODUCT_IN_PLACE) == 2 and ranked.ADD_PRODUCT not in calls
+
+
+def test_a_sum_that_is_read_as_it_was_stays():
+    build = Builder()
+    x = build.input(8, 8)
+    first, second, third = _sum_of_products(build, x, 3)
+    given = build.call(ranked.ADD_PRODUCT, x, x, x)  # what is given to the graph is not its own to write to
+    squared = build.call(ranked.ADD_PRODUCT, third, third, x)  # it is still read while the sum is written
+    graph = build.output(build.call(aten.neg.default, second), third, given, squared)
+    storages = resolve_storages(graph)
+    assert storages.of(first) == storages.of(second)
+    assert len({storages.of(one) for one in (second, third, given, squared)}) == 4
+    value = torch.randn(8, 8)
+    product = value @ value
+    ((*results,),) = _run(graph, [value.clone()])
+    expected = [-2 * product, 3 * product, value + product, 3 * product + 3 * product @ value]
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-4)
+    (own,) = rank_graphs(graph, 1)
+    assert [node.target for node in own.nodes].count(ranked.ADD_PRODUCT_IN_PLACE) == 1
+
+
 def test_what_is_left_is_torchs_own():
     build = Builder()
     x = build.input(4, 4)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_autoparallel.cost.compute import graph_times_us, node_time_us, share_time_us, unrated_dtypes
 from lightning_autoparallel.cost.flops import node_flops, operator_flops
 from lightning_autoparallel.errors import ConfigError, UnsupportedOpError
+from lightning_autoparallel.torch_compat import rank_operators as ranked
 from tests.unit.cost._graphs import ROUND, Builder, aten
 
 A, B = torch.empty(8, 16), torch.empty(16, 4)
@@ -20,6 +21,8 @@ A, B = torch.empty(8, 16), torch.empty(16, 4)
 def test_flops_of_products():
     assert operator_flops(aten.mm.default, (A, B), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(aten.einsum.default, ("ab,bc->ac", [A, B]), {}, A @ B) == 2 * 8 * 16 * 4
+    assert operator_flops(ranked.WIDE_PRODUCT, (A, B), {}, A @ B) == 2 * 8 * 16 * 4
+    assert operator_flops(ranked.ADD_PRODUCT, (A @ B, A, B), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(aten.erfinv.default, (A,), {}, A) == 0
 
 

@@ -17,10 +17,12 @@ from lightning_autoparallel.contracts import GraphInput, MemoryShare
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.liveness import MemoryTimeline
 from lightning_autoparallel.cost.memory import StepMemory
+from lightning_autoparallel.cost.storage import resolve_storages
 from lightning_autoparallel.errors import UnsupportedOpError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.passes.chunk_loss_head import chunk_loss_head
 from lightning_autoparallel.passes.loss_head import ChunkOptions
+from lightning_autoparallel.torch_compat.rank_operators import ADD_PRODUCT
 from tests.unit.cost._graphs import ROUND
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 6, 24
@@ -168,6 +170,16 @@ def test_gradients_are_those_of_torch() -> None:
     module(batch).backward()
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_the_table_are_added_up_in_one_memory(dtype: torch.dtype) -> None:
+    joint = Joint(Speaker(lambda logits, targets: cross_entropy(logits.float(), targets)).to(dtype), tokens())
+    joint.chunked(4)
+    added = [node for node in joint.graph.nodes if node.target is ADD_PRODUCT]
+    assert len(added) == 3 and all(node.args[0].meta["val"].shape == (VOCABULARY, WIDTH) for node in added)
+    storages = resolve_storages(joint.graph)
+    assert len({storages.of(sum_) for node in added for sum_ in (node, node.args[0])}) == 1
 
 
 def test_what_the_backward_reads_is_marked_for_the_forward() -> None:
