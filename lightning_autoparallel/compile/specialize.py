@@ -68,7 +68,7 @@ def specialize(graph: fx.Graph, place_of: PlaceOf) -> None:
 
 def _add_in_place(node: fx.Node) -> None:
     """What reads the sum reads the memory that it was added to: nothing else does, before or after."""
-    total = node.args[0]
+    *_, total = node.args
     assert isinstance(total, fx.Node)
     Calls(node)(ranked.ADD_PRODUCT_IN_PLACE, *node.args)
     node.replace_all_uses_with(total)
@@ -135,7 +135,7 @@ def _wide(node: fx.Node, call: Calls, place_of: PlaceOf) -> fx.Node:
 
 
 def _added(node: fx.Node, call: Calls, place_of: PlaceOf) -> fx.Node:
-    total, left, right = node.args
+    left, right, total = node.args
     assert isinstance(total, fx.Node) and isinstance(left, fx.Node)
     is_wide = total.meta["val"].dtype != left.meta["val"].dtype
     return call(aten.add.Tensor, total, _product(call, left, right) if is_wide else call(aten.mm.default, left, right))

@@ -20,7 +20,7 @@ def operator_flops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     if op is torch.ops.aten.einsum.default:
         return 2 * math.prod(_letter_sizes(*args).values())
     if op in (WIDE_PRODUCT, ADD_PRODUCT):
-        return 2 * int(result.numel() * args[-1].shape[-2])
+        return 2 * int(result.numel() * args[0].shape[-1])
     if fxn.is_attention_target(op):  # torch's counter knows no heads that share keys
         return _attention_flops(str(op), {**named_arguments(op, args, kwargs), "is_causal": False})
     packet = getattr(op, "overloadpacket", None)

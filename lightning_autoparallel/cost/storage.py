@@ -107,7 +107,9 @@ class _Resolver:
             return self._handed[source]
         if fxn.is_getitem(node):
             return self._item(node)
-        if fxn.is_wait(node) or node.target in _UNDECLARED_VIEWS or adds_in_place(node):
+        if adds_in_place(node):
+            return self._shown(node, node.args[-1])
+        if fxn.is_wait(node) or node.target in _UNDECLARED_VIEWS:
             return self._shown(node, node.args[0])
         return self._call(node)
 

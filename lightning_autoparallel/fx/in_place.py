@@ -14,7 +14,7 @@ def adds_in_place(node: fx.Node) -> bool:
     """Whether the call adds a product to a sum of products that nothing else reads: the sum can stay where it lies."""
     if node.target is not ADD_PRODUCT:
         return False
-    total, left, right = node.args
+    left, right, total = node.args
     assert isinstance(total, fx.Node)
     is_sum = total.op == "call_function" and total.target in _PRODUCTS
     return is_sum and set(total.users) == {node} and total not in (left, right)

@@ -92,16 +92,16 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left.float(), right.float())
 
 
-@_define("add_product(Tensor total, Tensor left, Tensor right) -> Tensor")
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``total`` and the product of two matrices, which may be narrower: it is not rounded to their dtype."""
+@_define("add_product(Tensor left, Tensor right, Tensor total) -> Tensor")
+def _add_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """The product of two matrices and ``total``, which may be wider: what is added is not rounded to their dtype."""
     result = total.clone()
-    _add_product_(result, left, right)
+    _add_product_(left, right, result)
     return result
 
 
-@_define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+@_define("add_product_(Tensor left, Tensor right, Tensor(a!) total) -> ()")
+def _add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
     """The same, where ``total`` lies."""
     if total.dtype != left.dtype and wide_products(total.device.type):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -145,12 +145,12 @@ def _fake_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 @_fake("add_product")
-def _fake_added(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _fake_added(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     return torch.empty_like(total)
 
 
 @_fake("add_product_")
-def _fake_added_in_place(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _fake_added_in_place(left: Tensor, right: Tensor, total: Tensor) -> None:
     pass
 
 

@@ -19,12 +19,12 @@ def added(dtype: torch.dtype, is_transposed: bool, accelerator: str) -> tuple[fl
     right = torch.randn(64, 32, generator=generator).to(device, dtype).t()
     right = right if is_transposed else right.contiguous()
     expected = total.double() + left.double() @ right.double()
-    alone = float((ADD_PRODUCT(total, left, right) - expected).abs().max())
+    alone = float((ADD_PRODUCT(left, right, total) - expected).abs().max())
     place, taken = total.data_ptr(), 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         taken = -torch.cuda.memory_allocated()
-    ADD_PRODUCT_IN_PLACE(total, left, right)
+    ADD_PRODUCT_IN_PLACE(left, right, total)
     if device == "cuda":
         taken += torch.cuda.max_memory_allocated()
     assert total.data_ptr() == place

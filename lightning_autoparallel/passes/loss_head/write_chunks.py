@@ -82,7 +82,7 @@ class _Chunk:
             return self.write(node)
         if product is not None and _is_alone(product) and not any(user in self._region.calls for user in node.users):
             operands = [self._operand(node, operand) for operand in (product.left, product.right)]
-            return self._beside(node)(ADD_PRODUCT, *total, *operands)
+            return self._beside(node)(ADD_PRODUCT, *operands, *total)
         made = self.write(node)
         return self._beside(made)(aten.add.Tensor, *total, made)
 

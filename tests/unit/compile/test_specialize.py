@@ -93,7 +93,7 @@ def _sum_of_products(build: Builder, x: fx.Node, products: int) -> list[fx.Node]
     """What each product is added to, from the first one on: ``x @ x`` so many times."""
     sums = [build.call(ranked.WIDE_PRODUCT, x, x)]
     while len(sums) < products:
-        sums.append(build.call(ranked.ADD_PRODUCT, sums[-1], x, x))
+        sums.append(build.call(ranked.ADD_PRODUCT, x, x, sums[-1]))
     return sums
 
 
@@ -118,7 +118,7 @@ def test_a_sum_that_is_read_as_it_was_stays():
     x = build.input(8, 8)
     first, second, third = _sum_of_products(build, x, 3)
     given = build.call(ranked.ADD_PRODUCT, x, x, x)  # what is given to the graph is not its own to write to
-    squared = build.call(ranked.ADD_PRODUCT, third, third, x)  # it is still read while the sum is written
+    squared = build.call(ranked.ADD_PRODUCT, third, x, third)  # it is still read while the sum is written
     graph = build.output(build.call(aten.neg.default, second), third, given, squared)
     storages = resolve_storages(graph)
     assert storages.of(first) == storages.of(second)

@@ -22,7 +22,7 @@ def test_flops_of_products():
     assert operator_flops(aten.mm.default, (A, B), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(aten.einsum.default, ("ab,bc->ac", [A, B]), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(ranked.WIDE_PRODUCT, (A, B), {}, A @ B) == 2 * 8 * 16 * 4
-    assert operator_flops(ranked.ADD_PRODUCT, (A @ B, A, B), {}, A @ B) == 2 * 8 * 16 * 4
+    assert operator_flops(ranked.ADD_PRODUCT, (A, B, A @ B), {}, A @ B) == 2 * 8 * 16 * 4
     assert operator_flops(aten.erfinv.default, (A,), {}, A) == 0
 
 
@@ -60,6 +60,8 @@ def test_the_peak_is_that_of_the_operands():
     product = build.call(aten.mm.default, *operands)
     build.output(product)
     assert node_time_us(product, ROUND) == pytest.approx(max(2 * 1024**3 / 2e6, 3 * 2 * 1024**2 / 1e3))
+    added = build.call(ranked.ADD_PRODUCT, *operands, build.input(1024, 1024))
+    assert node_time_us(added, ROUND) == pytest.approx(max(2 * 1024**3 / 2e6, (2 * 2 + 2 * 4) * 1024**2 / 1e3))
     none = replace(ROUND, peak_tflops={"float32": 1.0})
     with pytest.raises(ConfigError, match="no peak for matrix products in bfloat16"):
         node_time_us(product, none)

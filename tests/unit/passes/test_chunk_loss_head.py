@@ -177,9 +177,9 @@ def test_gradients_of_the_table_are_added_up_in_one_memory(dtype: torch.dtype) -
     joint = Joint(Speaker(lambda logits, targets: cross_entropy(logits.float(), targets)).to(dtype), tokens())
     joint.chunked(4)
     added = [node for node in joint.graph.nodes if node.target is ADD_PRODUCT]
-    assert len(added) == 3 and all(node.args[0].meta["val"].shape == (VOCABULARY, WIDTH) for node in added)
+    assert len(added) == 3 and all(node.args[-1].meta["val"].shape == (VOCABULARY, WIDTH) for node in added)
     storages = resolve_storages(joint.graph)
-    assert len({storages.of(sum_) for node in added for sum_ in (node, node.args[0])}) == 1
+    assert len({storages.of(sum_) for node in added for sum_ in (node, node.args[-1])}) == 1
 
 
 def test_what_the_backward_reads_is_marked_for_the_forward() -> None:
