@@ -16,6 +16,7 @@ from lightning_autoparallel.callbacks.tables import make_table, print_table
 from lightning_autoparallel.contracts import PlanReport
 from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.lightning_compat import Callback, LightningModule, Trainer
+from lightning_autoparallel.torch_compat.freed_memory import trim_freed_memory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -54,7 +55,8 @@ class PeakMemoryMonitor(Callback):
 
     Works with any strategy. After the first epoch of a fit, rank 0 prints the epoch's peak, labelled with how it was
     measured, beside the predicted one where there is one. It resets the peak counter at the start of every step: CUDA's
-    allocator statistics, or Linux's ``VmHWM`` of the process (which includes Python and libraries).
+    allocator statistics, or Linux's ``VmHWM`` of the process (which includes Python and libraries). The latter takes
+    what is free from the process, which asks for it again: steps on a CPU are slower while they are measured.
     """
 
     def __init__(self) -> None:
@@ -133,6 +135,7 @@ def _max_over_ranks(size_bytes: int, trainer: Trainer) -> int:
 
 
 def _reset_process_peak() -> None:
+    trim_freed_memory()
     _CLEAR_REFS.write_text("5")
 
 

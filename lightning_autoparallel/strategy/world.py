@@ -39,7 +39,6 @@ from lightning_autoparallel.pipeline.agreement import other_place
 from lightning_autoparallel.strategy.attempts import is_restartable, store_of_attempt
 from lightning_autoparallel.strategy.backends import check_backend, check_backend_on
 from lightning_autoparallel.strategy.gathered_ranks import gathered_with_gradients
-from lightning_autoparallel.strategy.kept_memory import give_back_memory, keep_freed_memory
 from lightning_autoparallel.strategy.launch import check_launch
 from lightning_autoparallel.strategy.launcher import RankLauncher, end_process
 from lightning_autoparallel.strategy.logged import ALREADY_GLOBAL
@@ -47,6 +46,7 @@ from lightning_autoparallel.strategy.met_batches import met_before_batches
 from lightning_autoparallel.strategy.roll_call import RollCall
 from lightning_autoparallel.strategy.shared_rows import SharedRows
 from lightning_autoparallel.torch_compat.default_world import backend_of
+from lightning_autoparallel.torch_compat.freed_memory import give_back_memory, keep_freed_memory
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread
 
 

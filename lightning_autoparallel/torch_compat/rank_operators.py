@@ -26,12 +26,12 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _Implementation = TypeVar("_Implementation", bound=Callable[..., Tensor | None])
 
 
-def _define(schema: str) -> Callable[[_Implementation], _Implementation]:
+def _define(schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[_Implementation], _Implementation]:
     """Define an operator whose implementation is the function below, on every device."""
 
     def define(implementation: _Implementation) -> _Implementation:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
+        _LIBRARY.define(schema, tags=tuple(tags))
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         return implementation
 
@@ -100,7 +100,8 @@ def _add_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     return result
 
 
-@_define("add_product_(Tensor left, Tensor right, Tensor(a!) total) -> ()")
+# Compilers may lay its matrices out as they do those of products: else they copy what they have padded.
+@_define("add_product_(Tensor left, Tensor right, Tensor(a!) total) -> ()", tags=[torch.Tag.flexible_layout])
 def _add_product_(left: Tensor, right: Tensor, total: Tensor) -> None:
     """The same, where ``total`` lies."""
     if total.dtype != left.dtype and wide_products(total.device.type):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_autoparallel.cli.bench.processes import environment, failure
 from lightning_autoparallel.errors import AutoParallelError
+from lightning_autoparallel.torch_compat.freed_memory import keep_freed_memory
 
 _TIMEOUT = timedelta(minutes=2)  # of what ranks do together: importing torch, one collective
 
@@ -66,6 +67,7 @@ def running_ranks(
 
 @contextmanager
 def _process_group(device_type: str, timeout: timedelta) -> Iterator[None]:
+    keep_freed_memory(torch.device(device_type))  # as training does
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)

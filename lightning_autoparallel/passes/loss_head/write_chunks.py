@@ -80,7 +80,7 @@ class _Chunk:
         product = product_of(node)
         if not total:
             return self.write(node)
-        if product is not None and _is_alone(product) and not any(user in self._region.calls for user in node.users):
+        if product is not None and _is_alone(product):
             operands = [self._operand(node, operand) for operand in (product.left, product.right)]
             return self._beside(node)(ADD_PRODUCT, *operands, *total)
         made = self.write(node)

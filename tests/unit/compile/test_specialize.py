@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
 
 from lightning_autoparallel.compile import specialize
 from lightning_autoparallel.cost import CostModel, GroupShape
@@ -15,8 +16,11 @@ from lightning_autoparallel.cost.liveness import predict_memory
 from lightning_autoparallel.cost.storage import resolve_storages
 from lightning_autoparallel.errors import PassError
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.fx.added_calls import Calls
 from lightning_autoparallel.torch_compat import collectives
 from lightning_autoparallel.torch_compat import rank_operators as ranked
+from lightning_autoparallel.torch_compat.inductor import compile_graph
+from lightning_autoparallel.torch_compat.tracing import fake_tracing
 from tests.support.lockstep import one_group, run_lockstep
 from tests.unit.cost._graphs import ROUND, Builder, aten
 
@@ -111,6 +115,36 @@ def test_products_are_added_where_their_sum_lies(dtype: torch.dtype):
     (own,) = rank_graphs(graph, 1)
     calls = [node.target for node in own.nodes]
     assert calls.count(ranked.ADD_PRODUCT_IN_PLACE) == 2 and ranked.ADD_PRODUCT not in calls
+
+
+def test_what_a_compiled_sum_reads_stays_as_it_is_padded():
+    """Rows are padded on GPUs mostly: for an operator that asks for the traced strides they would be copied."""
+    shapes = [(2051, 32), (64, 32), (2051, 32)]
+    graph = fx.Graph()
+    table, rows, given = (graph.placeholder(f"input_{i}") for i in range(3))
+    with fake_tracing():
+        for node, shape in zip((table, rows, given), shapes, strict=True):
+            node.meta["val"] = torch.empty(shape)
+    output = graph.output(())
+    call = Calls(output, {})
+    scores = call(aten._softmax.default, call(aten.mm.default, rows, call(aten.t.default, table)), 1, False)
+    total = call(aten.mm.default, given, call(aten.mm.default, call(aten.t.default, rows), rows))
+    output.args = (
+        [call(ranked.ADD_PRODUCT, call(aten.t.default, scores), rows, total), call(aten.mm.default, scores, table)],
+    )
+    specialize(graph, lambda group: (0, 1))
+    with torch._inductor.config.patch(disable_padding_cpu=False, fx_graph_cache=False):
+        lowered, codes = run_and_get_code(
+            compile_graph, fx.GraphModule(nn.Module(), graph), is_inference=True, is_backward=False
+        )
+    t, r, g = (0.1 * torch.randn(shape) for shape in shapes)
+    expected = (r @ t.t()).softmax(1)
+    results = lowered.call([t.clone(), r.clone(), g.clone()])
+    for result, wanted in zip(results, (expected.t() @ r + g @ (r.t() @ r), expected @ t), strict=True):
+        torch.testing.assert_close(result, wanted)
+    (code,) = codes
+    assert code.count("add_product_.default(") == 1
+    assert "empty_strided_cpu((2051, 64)" not in code  # unpadded
 
 
 def test_a_sum_that_is_read_as_it_was_stays():
