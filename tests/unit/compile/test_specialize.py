@@ -167,6 +167,18 @@ def test_a_sum_that_is_read_as_it_was_stays():
     assert [node.target for node in own.nodes].count(ranked.ADD_PRODUCT_IN_PLACE) == 1
 
 
+def test_a_narrow_product_beside_a_sum_that_stays_is_not_rounded():
+    build = Builder()
+    x = build.input(8, 8, dtype=torch.bfloat16)
+    first, second = _sum_of_products(build, x, 2)
+    graph = build.output(first, second)
+    value = torch.randn(8, 8).bfloat16()
+    ((kept, added),) = _run(graph, [value])
+    product = value.float() @ value.float()
+    torch.testing.assert_close(kept, product, rtol=0, atol=0)
+    torch.testing.assert_close(added, product + product, rtol=0, atol=0)
+
+
 def test_what_is_left_is_torchs_own():
     build = Builder()
     x = build.input(4, 4)
