@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lightning_autoparallel.callbacks.predictions import format_time
 from lightning_autoparallel.callbacks.tables import make_table
+from lightning_autoparallel.cli.compared_calls import OUTSIDE, calls_table
 from lightning_autoparallel.cli.report_file import KindFigures, Lain, PlanFigures
 from lightning_autoparallel.cost.sizes import format_bytes
 from lightning_autoparallel.errors import ConfigError
@@ -77,7 +78,8 @@ def comparison_tables(this: PlanFigures, other: PlanFigures) -> list[Table]:
     for row in cost_rows(this, other):
         costs.add_row(*row)
     kinds = [] if this.kinds is None or other.kinds is None else [_kinds_table(this, other)]
-    return [_placements_table(this, other), *kinds, costs]
+    calls = [] if this.calls is None or other.calls is None else [calls_table(this.calls, other.calls)]
+    return [_placements_table(this, other), *calls, *kinds, costs]
 
 
 _ADD_UP = "differences of times add up to the step's, but for rounding; kinds that differ in nothing are left out"
@@ -114,14 +116,14 @@ def kind_rows(this: PlanFigures, other: PlanFigures) -> Iterator[tuple[str, str,
         ]
         for name, time_us, another_us in times if have_times else []:
             if format_time(time_us) != format_time(another_us):
-                yield (kind or "the step itself", *_row(name, time_us, another_us, format_time))
+                yield (kind or OUTSIDE, *_row(name, time_us, another_us, format_time))
         for name, value, another, text in (
             ("saved for the backward", one.saved_bytes, two.saved_bytes, format_bytes),
             ("collectives", one.launches, two.launches, str),
             ("bytes moved", one.moved_bytes, two.moved_bytes, format_bytes),
         ):
             if value != another:
-                yield (kind or "the step itself", *_row(name, value, another, text))
+                yield (kind or OUTSIDE, *_row(name, value, another, text))
 
 
 def _apart(one: KindFigures, two: KindFigures, have_times: bool) -> tuple[float, int]:

@@ -29,6 +29,15 @@ class Lain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallKind:
+    """Calls of one operator on one line of the user's, by modules of one kind."""
+
+    module: str
+    call: str
+    backward: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class KindFigures:
     """What all modules of one kind compute, save for the backward and launch in a step, on one rank.
 
@@ -57,7 +66,7 @@ class PlanFigures:
 
     ``collectives`` are launches and bytes of one step, by mesh axes; ``kinds`` are by kind of module, None in a file
     of a version that did not write them, like ``samples``, the rows of a step; ``times_by_kind`` says whether their
-    times are known.
+    times are known. ``calls`` are counted by their placements on all axes, None in a file of such a version.
     """
 
     path: str
@@ -70,6 +79,7 @@ class PlanFigures:
     sizes_bytes: Mapping[str, int | None]
     samples: int | None = None
     kinds: Mapping[str, KindFigures] | None = None
+    calls: Mapping[CallKind, Mapping[str, int]] | None = None
     times_by_kind: bool = False
 
 
@@ -117,6 +127,7 @@ def figures_of(document: Mapping[str, Any], path: str = "this") -> PlanFigures:
         sizes_bytes={name: _whole(document[key]) for name, key in _SIZES.items()},
         samples=samples,
         kinds=_by_kind(document["modules"], graphs) if "modules" in document else None,
+        calls=_by_call(document["calls"]) if "calls" in document else None,
         times_by_kind=all("by_module" in graph for graph in graphs.values()),
     )
 
@@ -142,6 +153,19 @@ def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Mapping[str, Any]) ->
     for graph in graphs.values():
         for path, (computing_us, exposed_us) in graph.get("by_module", {}).items():
             add(str(path), KindFigures(computing_us=float(computing_us), exposed_us=float(exposed_us)))
+    return found
+
+
+def _by_call(calls: Sequence[Mapping[str, Any]]) -> dict[CallKind, dict[str, int]]:
+    """Axes on which everything is whole are left out: meshes with and without them compute alike there."""
+    found: dict[CallKind, dict[str, int]] = {}
+    for one in calls:
+        kind = CallKind(module=str(one["module"]), call=str(one["call"]), backward=bool(one["backward"]))
+        placements = {str(axis): str(text) for axis, text in one["placements"].items()}
+        cut = [f"{axis}: {text}" for axis, text in placements.items() if "(" in text]
+        text = "; ".join(cut) or "whole"
+        counts = found.setdefault(kind, {})
+        counts[text] = counts.get(text, 0) + int(one["count"])
     return found
 
 

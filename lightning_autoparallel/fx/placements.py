@@ -154,3 +154,10 @@ def placement_text(placement: Placement) -> str:
         factor = split_factor_of(placement)
         return f"S({dim_of(placement)})" if factor == 1 else f"S({dim_of(placement)}, {factor} blocks)"
     return f"P({placement.reduce_op})"  # type: ignore[attr-defined]
+
+
+def call_text(inputs: Sequence[Placement], outputs: Sequence[Placement | None]) -> str:
+    """Where a call has its results and operands on one axis: ``S(0) from R, S(1)``; ``-`` is no tensor."""
+    made = ", ".join("-" if placement is None else placement_text(placement) for placement in outputs)
+    read = ", ".join(map(placement_text, inputs))
+    return f"{made} from {read}" if read else made

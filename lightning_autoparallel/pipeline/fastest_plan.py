@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.contracts import Explanation, MemoryShare, PartitionedGraph, PassReport
+from lightning_autoparallel.contracts import Explanation, MemoryShare, PartitionedGraph, PassReport, SolvedProblem
 from lightning_autoparallel.cost import HardwareSpec
 
 # As fast: then the one of fewer launches, which predictions say least of, then the leaner. Measured rates are of one
@@ -28,12 +28,13 @@ class Answer:
     """A plan as base and rules, as document, and what is to be said of it; rank 0 may know how to explain it.
 
     By the solver's reckoning ``stays_bytes`` are on a rank through a step, and ``exposed_share`` of it sends parameters
-    that nothing hides; infinite, and all of it, where no solver has looked.
+    that nothing hides; infinite, and all of it, where no solver has looked, which has not ``solved`` anything either.
     """
 
     spec: PlanSpec
     document: Mapping[str, Any]
     notes: tuple[str, ...]
+    solved: SolvedProblem | None = None
     explain: Callable[[str], Explanation] | None = None
     stays_bytes: float = math.inf
     exposed_share: float = 1.0

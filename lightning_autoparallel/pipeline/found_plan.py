@@ -7,7 +7,7 @@ whole ones. Rank 0 solves, and all ranks are told what was found: a solver's tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from torch import nn
 from lightning_autoparallel.apply.params import ParameterLayout
 from lightning_autoparallel.capture import StepRequest, capture_step
 from lightning_autoparallel.config import AUTO, PlanRule, PlanSpec, policies_by_kind
-from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, Explanation, PlanReport, ShardingPlan
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, PlanReport, ShardingPlan
 from lightning_autoparallel.cost import CostModel, HardwareSpec
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
 from lightning_autoparallel.errors import AutoParallelError, InfeasiblePlanError, SearchTimeError
@@ -77,19 +77,17 @@ class HeldStep:
 
 @dataclass
 class FoundPlan:
-    """What has taken the place of ``auto``: rules for every step, and the placements of the step it was found for.
+    """What has taken the place of ``auto``: the ``answer`` has rules for every step, and the placements of one.
 
     ``policy`` is what its backward recomputes. A rank's allocator may hold ``budget_bytes``; for what was found it
     should hold ``predicted_bytes`` or more, ``predicted_us`` a step, and passes made it ``missing_bytes`` more in
     ``rounds`` plans, which took ``seconds`` by stage.
-    It is for a module whose parameters have these ``shapes``. ``explain`` says why it is so, where that was asked for.
+    It is for a module whose parameters have these ``shapes``.
     ``state`` is what optimizers keep, with ``why_unknown`` where that is a guess; ``held`` is what the next capture may
     take as it is. ``calls`` are those of modules, in a training that runs no whole step.
     """
 
-    spec: PlanSpec | None = None
-    document: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    answer: Answer | None = None
     policy: str | CheckpointFunction | None = None
     budget_bytes: float = math.inf
     predicted_bytes: float = 0.0
@@ -102,11 +100,15 @@ class FoundPlan:
     question: Question | None = None
     pins: tuple[PlanRule, ...] = ()
     from_checkpoint: Mapping[str, Any] | None = None
-    explain: Callable[[str], Explanation] | None = None
     held: HeldStep | None = None
     state: OptimizerState = ADAMW
     why_unknown: str | None = None
     calls: CallsOfStep = field(default_factory=CallsOfStep)
+
+    @property
+    def spec(self) -> PlanSpec | None:
+        """Base and rules of what was found."""
+        return None if self.answer is None else self.answer.spec
 
     def note(self, call: StepCall, captured: CapturedGraph) -> None:
         """A captured call runs; those of modules are kept until the plan is found."""
@@ -125,9 +127,9 @@ class FoundPlan:
     @property
     def for_checkpoints(self) -> dict[str, Any] | None:
         """What a checkpoint is to hold of the plan; None where none was found."""
-        if self.spec is None or self.question is None:
+        if self.answer is None or self.question is None:
             return self.from_checkpoint if self.from_checkpoint is None else dict(self.from_checkpoint)
-        return kept(self.question, self.document, self.notes)
+        return kept(self.question, self.answer)
 
     def is_awaited(self, context: StageContext) -> bool:
         """Whether a plan is yet to be found, at a whole step or after one that runs its own Python.
@@ -180,10 +182,10 @@ class FoundPlan:
 
     def forget_others(self, module: nn.Module) -> None:
         """What was found for a module of other parameters is nothing for this one; what was not is looked for anew."""
-        if self.spec is None:
+        if self.answer is None:
             self.missing_bytes, self.rounds, self.is_open = 0.0, 0, True
         elif self.shapes != _shapes(module):
-            self.spec, self.document, self.notes, self.policy = None, {}, (), None
+            self.answer = self.policy = None
             self.missing_bytes, self.rounds, self.is_open = 0.0, 0, True
             self.question = self.from_checkpoint = None
 
@@ -191,14 +193,15 @@ class FoundPlan:
         """The plan that steps are made by: as configured, or for ``auto`` what stands in its place now."""
         if configured.base != AUTO:
             return configured
-        return first_spec(configured, mesh) if self.spec is None else self.spec
+        return first_spec(configured, mesh) if self.answer is None else self.answer.spec
 
     def plan_of(self, captured: CapturedGraph, configured: PlanSpec, mesh: ParallelMesh) -> ShardingPlan | None:
         """The plan that was found for this very graph; None for any other."""
-        plan = None if self.spec is None else kept_plan_of(self.document, captured, self.spec, mesh)
-        if plan is None:
+        answer = self.answer
+        plan = None if answer is None else kept_plan_of(answer.document, captured, answer.spec, mesh)
+        if answer is None or plan is None:
             return None
-        return ShardingPlan(**{**vars(plan), "name": configured.name, "found": self.spec, "notes": self.notes})
+        return replace(plan, name=configured.name, found=answer.spec, notes=answer.notes, solved=answer.solved)
 
 
 def find_plan(
@@ -275,7 +278,7 @@ def find_plan_of(
     found.missing_bytes += costs.hardware.reserved_bytes(unread_bytes)
     budget = max(found.budget_bytes - found.missing_bytes, 1.0)
     policies = CHECKPOINTING if context.config.activation_checkpointing == AUTO else (context.checkpointing,)
-    before = found.spec, found.document, found.notes, found.policy
+    before = found.answer, found.policy
     found.is_open, found.rounds = False, found.rounds + 1
     found.pins = staying(context, followers, layouts)
     (state, found.why_unknown), micro_batches = context.control.told_by_first(
@@ -293,11 +296,11 @@ def find_plan_of(
                 return step
             return find_lighter(captured, context, costs, policies.index(policy), step, within, budget)
         except SearchTimeError:  # another policy would take as long
-            found.spec, found.document, found.notes, found.policy = None, {}, (), None
+            found.answer = found.policy = None
             raise
         except Exception as error:
             # Parameters lie as they did.
-            found.spec, found.document, found.notes, found.policy = before
+            found.answer, found.policy = before
             if not isinstance(error, AutoParallelError if policy == kept else InfeasiblePlanError):
                 found.is_open, found.rounds = True, found.rounds - 1  # in forward mode it is found for its calls
                 raise
@@ -393,12 +396,12 @@ def _find_within(
         contenders = contest.contenders(list(zip(answers, plans, strict=True)))
         taken = fastest(contenders, budget_bytes, alike(costs.hardware))
         if taken is not None:
-            _hold(found, taken.answer)
             found.predicted_bytes = costs.hardware.reserved_bytes(taken.lean_bytes)
             found.predicted_us = taken.forecast.time_us
             gib, of_gib = taken.needed_bytes / 2**30, budget_bytes / 2**30
             note = f"plan auto: {gib:.3g} of {of_gib:.3g} GiB on a rank, recomputing {policy}"
-            found.notes = (*found.notes, *choice_note(contenders, taken, budget_bytes), *contest.left_out, note)
+            notes = (*taken.answer.notes, *choice_note(contenders, taken, budget_bytes), *contest.left_out, note)
+            found.answer = replace(taken.answer, notes=notes)
             return taken.forecast.step
         seen += [answer.document for answer in answers]
         leanest = min(contenders, key=lambda each: each.needed_bytes)
@@ -447,15 +450,11 @@ def _take(
     layouts: Mapping[str, ParameterLayout],
 ) -> ShardingPlan:
     """The plan of an answer, which is then the one that was found."""
-    _hold(found, answer)
+    found.answer = answer
     plan = found.plan_of(captured, context.config.plan, context.mesh)
     assert plan is not None
     check_staying(plan, found.pins, layouts)
     return plan
-
-
-def _hold(found: FoundPlan, answer: Answer) -> None:
-    found.spec, found.document, found.notes, found.explain = answer.spec, answer.document, answer.notes, answer.explain
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

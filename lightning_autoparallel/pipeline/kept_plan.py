@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_autoparallel.config import PlanSpec
-from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction
+from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, SolvedProblem
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import Answer
@@ -63,13 +63,14 @@ class Question:
         )
 
 
-def kept(question: Question, document: Mapping[str, Any], notes: tuple[str, ...]) -> dict[str, Any]:
+def kept(question: Question, found: Answer) -> dict[str, Any]:
     """What a checkpoint holds of a plan."""
     return {
         "version": VERSION,
         "question": dict(vars(question)),
-        "document": json.dumps(document),
-        "notes": list(notes),
+        "document": json.dumps(found.document),
+        "notes": list(found.notes),
+        "solved": None if found.solved is None else asdict(found.solved),
     }
 
 
@@ -82,4 +83,10 @@ def answer(held: Mapping[str, Any] | None, question: Question, captured: Capture
         return None
     spec = replace(PlanSpec.parse({"base": document["base"], "rules": document["rules"]}), found=True)
     note = "plan auto: as it was found before the checkpoint that this training goes on from"
-    return Answer(spec=spec, document=document, notes=tuple(dict.fromkeys((*held["notes"], note))))
+    solved = held.get("solved")  # checkpoints written before this was kept have none
+    return Answer(
+        spec=spec,
+        document=document,
+        notes=tuple(dict.fromkeys((*held["notes"], note))),
+        solved=None if solved is None else SolvedProblem(**solved),
+    )

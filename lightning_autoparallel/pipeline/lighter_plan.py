@@ -99,4 +99,4 @@ def _that_should_fit(
 
 def _weighed_us(found: Mapping[str, Any]) -> float:
     """What the plan that was found takes beside others."""
-    return float(found["predicted_us"]) * weight_of(found["document"])
+    return float(found["predicted_us"]) * weight_of(found["answer"].document)

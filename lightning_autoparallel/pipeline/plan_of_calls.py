@@ -79,8 +79,9 @@ def _find(engine: StepEngine, calls: Sequence[CapturedGraph]) -> str | None:
         rules = [rule for name, layout in unread.items() for rule in left_where_it_is(name, layout, context)]
         with context.progress.stage(f"find a plan for {joined.name}"):
             find_plan_of(joined, context, moving, layouts, state, _bytes_of(engine, unread, state[0]))
-        assert found.spec is not None
-        found.spec = replace(found.spec, rules=(*found.spec.rules, *rules))
+        assert found.answer is not None
+        spec = found.answer.spec
+        found.answer = replace(found.answer, spec=replace(spec, rules=(*spec.rules, *rules)))
     except AutoParallelError as refusal:  # the training goes on as it began
         return str(refusal)
     except Exception as failure:  # of ours, which all ranks have been told of: no reason to end a training that runs

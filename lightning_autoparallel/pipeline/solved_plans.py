@@ -80,6 +80,7 @@ def _answers(
                 spec=spec,
                 document=document,
                 notes=notes,
+                solved=plan.solved,
                 explain=plan.explain,
                 stays_bytes=plan.stays_bytes,
                 exposed_share=plan.exposed_share,

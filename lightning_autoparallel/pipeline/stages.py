@@ -197,8 +197,9 @@ def _explained(captured: CapturedGraph, plan: ShardingPlan, context: StageContex
     Raises:
         ConfigError: it matches nothing.
     """
-    if plan.found is not None and context.found.explain is not None:
-        return context.found.explain(pattern)
+    answer = context.found.answer
+    if plan.found is not None and answer is not None and answer.explain is not None:
+        return answer.explain(pattern)
     return explain_rules(captured, plan, context.plan, pattern)
 
 
@@ -275,8 +276,11 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
         return found
     try:
         plan = make_plan(captured, spec, context.mesh, context.warn)
+        answer = context.found.answer
+        if not captured.local or answer is None:
+            return plan
         # What was found for all calls of modules together is told with each of them.
-        return replace(plan, notes=(*plan.notes, *context.found.notes)) if captured.local else plan
+        return replace(plan, notes=(*plan.notes, *answer.notes), solved=answer.solved)
     except InfeasiblePlanError as error:
         if context.found.spec is None and not spec.found:
             raise

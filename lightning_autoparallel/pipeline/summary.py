@@ -21,6 +21,7 @@ from lightning_autoparallel.contracts import (
 )
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.pipeline.placed_calls import placed_calls
 
 
 def make_report(
@@ -47,7 +48,9 @@ def make_report(
         gradients_bytes=sum(parameter.gradient_bytes for parameter in parameters.values()),
         parameters=parameters,
         modules=_modules(graphs, saved, axes),
+        calls=placed_calls(captured, plan),
         passes=passes,
+        solved=plan.solved,
     )
 
 

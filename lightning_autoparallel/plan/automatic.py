@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.config import STORED, PlanRule, PlanSpec
-from lightning_autoparallel.contracts import PlanAxis
+from lightning_autoparallel.contracts import PlanAxis, SolvedProblem
 from lightning_autoparallel.cost import CostModel, HardwareSpec
 from lightning_autoparallel.cost.compute import unrated_dtypes
 from lightning_autoparallel.errors import InfeasiblePlanError, SearchTimeError
@@ -41,7 +41,7 @@ BASE = "fsdp"  # what parameters do that no rule names
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What was solved for an axis, and the alternative that was taken of every choice, ``gap_us`` above a bound.
+    """What was solved for an axis, and the alternative that was taken of every choice, by which it is ``solved``.
 
     It ``is_best`` of all, or one of those that are nearly as good.
     """
@@ -49,7 +49,7 @@ class Search:
     choices: AxisChoices
     problem: Problem
     taken: tuple[int, ...]
-    gap_us: float
+    solved: SolvedProblem
     is_best: bool = True
 
 
@@ -106,19 +106,20 @@ def find_axis(
         FoundAxis(
             choices=chosen,
             parameters=choices.lying(taken),
-            note=_note(axis, solution, all_choices.time_us(taken)) + assumed + _idle(axis, chosen),
+            note=_note(solved) + assumed + _idle(axis, chosen),
             stays_bytes=stays_bytes(all_choices, taken),
             exposed_share=_exposed_share(all_choices, taken),
             search=Search(
                 choices=choices,
                 problem=all_choices,
                 taken=taken,
-                gap_us=max(all_choices.time_us(taken) - solution.bound_us, 0.0),
+                solved=solved,
                 is_best=taken is best,
             ),
         )
         for taken in (best, *others)
         for chosen in [choices.chosen(taken) if fixed is None else fixed]
+        for solved in [_solved(axis, solution, all_choices.time_us(taken))]
     )
 
 
@@ -217,13 +218,23 @@ def _rule(prefix: str, pattern: str, placements: Mapping[str, str]) -> PlanRule:
     return PlanRule(key=prefix + pattern, kind=kind, pattern=pattern, placements=tuple(placements.items()))
 
 
-def _note(axis: PlanAxis, solution: Solution, time_us: float) -> str:
-    """What is to be said of a plan of ``time_us``, the solver's best or another."""
-    gap = (time_us - solution.bound_us) / time_us if time_us else 0.0
+def _solved(axis: PlanAxis, solution: Solution, time_us: float) -> SolvedProblem:
+    """For a plan of ``time_us``, the solver's best or another."""
+    return SolvedProblem(
+        axis=axis.name,
+        time_us=time_us,
+        bound_us=solution.bound_us,
+        columns=solution.columns,
+        rows=solution.rows,
+        seconds=solution.seconds,
+    )
+
+
+def _note(solved: SolvedProblem) -> str:
     return (
-        f"plan auto on {axis.name}: {time_us / 1e3:.2f} ms of computing and moving on one rank (predicted), "
-        f"at most {100 * max(gap, 0.0):.2f} % above the best; {solution.columns} columns and {solution.rows} rows, "
-        f"solved in {solution.seconds:.1f} s"
+        f"plan auto on {solved.axis}: {solved.time_us / 1e3:.2f} ms of computing and moving on one rank (predicted), "
+        f"at most {100 * solved.gap:.2f} % above the best; {solved.columns} columns and {solved.rows} rows, "
+        f"solved in {solved.seconds:.1f} s"
     )
 
 

@@ -12,9 +12,8 @@ from torch import fx
 from lightning_autoparallel.config import PlanRule
 from lightning_autoparallel.contracts import CapturedGraph, Explained, Explanation, OtherWay, PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import placement_text
+from lightning_autoparallel.fx.placements import call_text, placement_text
 from lightning_autoparallel.plan.automatic import Search
-from lightning_autoparallel.plan.candidates import Candidate
 from lightning_autoparallel.plan.explain_rules import matching, placing_rule
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying, rule_against
 from lightning_autoparallel.plan.what_if import MOST_SOLVES, OtherSolutions
@@ -47,7 +46,7 @@ class SearchedAxis:
         number, candidates = self.search.choices.alternatives(node)
         if node in self.search.choices.free:
             return number, [self.lying_text(way) for way in self.search.choices.free[node].ways]
-        return number, [candidate_text(candidate) for candidate in candidates]
+        return number, [call_text(candidate.inputs, candidate.outputs) for candidate in candidates]
 
     def lying_text(self, way: Lying) -> str:
         """``computed R on tp, kept {dp_shard: S(0), tp: S(0)}``."""
@@ -56,13 +55,6 @@ class SearchedAxis:
             kept[self.axis.name] = placement_text(way.computed)
         computed = "" if self.axis.shards_batch else f"computed {placement_text(way.computed)} on {self.axis.name}, "
         return f"{computed}kept {{{', '.join(f'{name}: {text}' for name, text in kept.items())}}}"
-
-
-def candidate_text(candidate: Candidate) -> str:
-    """``S(0) from R, S(1)``."""
-    made = ", ".join("-" if placement is None else placement_text(placement) for placement in candidate.outputs)
-    inputs = ", ".join(map(placement_text, candidate.inputs))
-    return f"{made} from {inputs}" if inputs else made
 
 
 def explain_found(searched: SearchedAxis, pattern: str, most_solves: int = MOST_SOLVES) -> Explanation:
@@ -86,8 +78,8 @@ def explain_found(searched: SearchedAxis, pattern: str, most_solves: int = MOST_
     note = (
         f"on {searched.axis.name}: each alternative is fixed and everything else solved again ({others.asked} solves"
         f"{cut_off}); times of one step on one rank (predicted), bytes kept of parameters, gradients, moments, and "
-        f"activations that the backward reads; the plan itself takes at most {searched.search.gap_us:.1f} us more than "
-        f"the best{taken}{settled}"
+        f"activations that the backward reads; the plan itself takes at most {searched.search.solved.gap_us:.1f} us "
+        f"more than the best{taken}{settled}"
     )
     return Explanation(pattern=pattern, choices=tuple(explained), note=note)
 

@@ -206,6 +206,7 @@ def _plan(
         joint_axes=joint_axes(planning.axes, planning.mesh),
         found=None if found is None else found.rules,
         notes=() if found is None else (found.axis.note,),
+        solved=None if found is None else found.axis.search.solved,
         stays_bytes=math.inf if found is None else found.axis.stays_bytes,
         exposed_share=1.0 if found is None else found.axis.exposed_share,
         explain=partial(explain_found, found.explained) if found is not None and explains else None,

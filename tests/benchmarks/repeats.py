@@ -10,31 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-_NOTE = re.compile(r"(\d+) columns and (\d+) rows, solved in ([\d.]+) s")
+from lightning_autoparallel.contracts import SolvedProblem
 
 
-@dataclass(frozen=True, kw_only=True)
-class Solved:
-    """Columns and rows of the programme, and the seconds that HiGHS took."""
-
-    columns: int
-    rows: int
-    seconds: float
-
-
-def solved(layers: int, ranks: int) -> Solved:
-    """What the subcommand's notes say of so many layers.
+def solved(layers: int, ranks: int) -> SolvedProblem:
+    """What the subcommand reports of so many layers.
 
     Raises:
-        RuntimeError: the subcommand fails, or says nothing of it.
+        RuntimeError: the subcommand fails, or reports nothing of it.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "report.json"
@@ -42,12 +31,10 @@ def solved(layers: int, ranks: int) -> Solved:
         command += ["--world-size", str(ranks), "--strategy.plan", "auto", "--output", str(output)]
         command += ["--model.init_args.overrides", json.dumps({"n_layers": layers})]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        notes = json.loads(output.read_text(encoding="utf-8"))["notes"] if output.exists() else []
-    for note in notes:
-        if (found := _NOTE.search(note)) is not None:
-            columns, rows, seconds = found.groups()
-            return Solved(columns=int(columns), rows=int(rows), seconds=float(seconds))
-    raise RuntimeError(f"no note of what was solved for {layers} layers: {done.stderr[-500:]}")
+        found = json.loads(output.read_text(encoding="utf-8"))["solved"] if output.exists() else None
+    if found is None:
+        raise RuntimeError(f"nothing is reported of what was solved for {layers} layers: {done.stderr[-500:]}")
+    return SolvedProblem(**{name: value for name, value in found.items() if name != "gap"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 126])
     parser.add_argument("--ranks", type=int, default=128)
     given = parser.parse_args(arguments)
-    first: Solved | None = None
+    first: SolvedProblem | None = None
     for layers in given.layers:
         found = solved(layers, given.ranks)
         first = first or found

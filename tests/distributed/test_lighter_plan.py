@@ -71,7 +71,7 @@ def fit(budget_gib: float) -> Any:
 
         def extra(self) -> Any:
             found = self.trainer.strategy._engine.context.found
-            return found.policy, found.notes
+            return found.policy, found.answer.notes
 
     return train(Tight, MESH)
 

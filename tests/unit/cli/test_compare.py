@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_autoparallel.callbacks.tables import render_table
 from lightning_autoparallel.cli.compare import (
     Difference,
     check_comparable,
@@ -16,7 +17,8 @@ from lightning_autoparallel.cli.compare import (
     differences,
     kind_rows,
 )
-from lightning_autoparallel.cli.report_file import figures_of, read_report
+from lightning_autoparallel.cli.compared_calls import CallDifference, call_differences
+from lightning_autoparallel.cli.report_file import CallKind, figures_of, read_report
 from lightning_autoparallel.errors import ConfigError
 
 
@@ -125,6 +127,57 @@ def test_kinds_of_modules_that_take_save_or_move_otherwise() -> None:
     untimed = {**there, "backward": REPORT["backward"]}
     names = [row[1] for row in kind_rows(figures_of(here), figures_of(untimed))]
     assert names == ["saved for the backward", "saved for the backward", "collectives", "bytes moved"]
+
+
+def calls(text: str, *, module: str = "layers.*.ff", name: str = "aten.mm", count: int = 2, **more: Any) -> Any:
+    placements = {"dp_shard": "S(0) from S(0), R", "tp": text}
+    return {"module": module, "call": name, "backward": False, "count": count, "placements": placements, **more}
+
+
+def test_calls_that_are_placed_otherwise_are_one_line_by_what_differs() -> None:
+    """By hand: products and sums differ alike; one of three gathers does; what is alike or in one plan only is not."""
+    here = [
+        calls("S(1) from R, S(1)"),
+        calls("S(1) from R, S(1)", name="aten.add"),
+        calls("R from R", name="aten.relu"),
+        calls("S(0) from S(0)", name="aten.embedding", module="", count=2),
+        calls("R from R", name="aten.embedding", module="", count=1),
+        calls("R from R", name="aten.only_here"),
+    ]
+    there = [
+        calls("R from R, R", backward=True),
+        calls("R from R, R"),
+        calls("R from R, R", name="aten.add"),
+        calls("R from R", name="aten.relu"),
+        calls("S(0) from S(0)", name="aten.embedding", module="", count=3),
+    ]
+    this, that = (figures_of({**REPORT, "calls": side}) for side in (here, there))
+    assert this.calls is not None and that.calls is not None
+    rows = "dp_shard: S(0) from S(0), R"
+    layer = CallDifference(
+        module="layers.*.ff",
+        backward=False,
+        calls=("aten.mm", "aten.add"),
+        count=4,
+        this=f"{rows}; tp: S(1) from R, S(1)",
+        other=rows,
+    )
+    table = CallDifference(
+        module="", backward=False, calls=("aten.embedding",), count=1, this=rows, other=f"{rows}; tp: S(0) from S(0)"
+    )
+    assert call_differences(this.calls, that.calls) == [layer, table]
+    assert call_differences(this.calls, this.calls) == []
+    text = render_table(comparison_tables(this, that)[1])
+    assert "layers.*.ff" in text and "aten.mm, aten.add" in text and "the step itself" in text
+    assert "placed alike in both" in render_table(comparison_tables(this, this)[1])
+    assert len(comparison_tables(this, figures_of(REPORT))) == 2  # written before calls were
+
+
+def test_calls_that_nothing_cuts_are_whole() -> None:
+    whole = calls("R from R", placements={"tp": "R from R"})
+    assert figures_of({**REPORT, "calls": [whole]}).calls == {
+        CallKind(module="layers.*.ff", call="aten.mm", backward=False): {"whole": 2}
+    }
 
 
 def test_a_graph_without_predictions_leaves_times_unknown() -> None:

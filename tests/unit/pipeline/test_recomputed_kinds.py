@@ -180,8 +180,10 @@ def test_where_the_lighter_plan_cannot_be_made_the_first_one_stays(
     report = found(0.8)
     assert tried and policy_of(report) == "selective"
     first, second = plans
-    for name in ("spec", "document", "notes", "policy", "question", "predicted_bytes", "predicted_us", "rounds"):
+    for name in ("policy", "question", "predicted_bytes", "predicted_us", "rounds"):
         assert getattr(first, name) == getattr(second, name), name
+    for name in ("spec", "document", "notes"):
+        assert getattr(first.answer, name) == getattr(second.answer, name), name
 
 
 def test_a_training_that_goes_on_recomputes_what_it_did(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +197,7 @@ def test_a_training_that_goes_on_recomputes_what_it_did(plans: list[Any], monkey
     monkeypatch.setattr(solved_plans, "make_plans", solved)
     after = found(1.0)
     assert "=" in policy_of(before) and policy_of(before) in "".join(after.notes)
+    assert after.solved == before.solved and after.solved is not None
     assert after.step_time_us == before.step_time_us and after.training_peak_bytes == before.training_peak_bytes
 
 
@@ -218,11 +221,11 @@ def test_what_gathers_again_may_take_a_little_longer(
 ) -> None:
     """Than one that keeps parameters gathered, and recomputes more: as where the policy is the same."""
     monkeypatch.setattr(lighter_plan, "_policies", lambda *arguments: ("none",))
-    found = SimpleNamespace(predicted_us=100.0, document={"keeps_gathered": keeps})
+    found = SimpleNamespace(predicted_us=100.0, answer=SimpleNamespace(document={"keeps_gathered": keeps}))
     context: Any = SimpleNamespace(found=found)
 
     def within(policy: str) -> Any:
-        found.predicted_us, found.document = 102.0, {}
+        found.predicted_us, found.answer = 102.0, SimpleNamespace(document={})
         return "another"
 
     kept: Any = "step"

@@ -38,6 +38,7 @@ from lightning_autoparallel.plan.integer_programme import GAP, solve
 from lightning_autoparallel.plan.parameter_alternatives import free_parameters
 from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.plan.problem import Problem
+from lightning_autoparallel.plan.programme import Programme
 from tests.support.slow_memory import SLOW_MEMORY
 from tests.unit._graphs import captured
 
@@ -248,7 +249,10 @@ def test_each_plan_says_how_far_from_the_best_it_is_itself(fake_mesh, monkeypatc
     for each in seen:
         time_us = each.search.problem.time_us(each.search.taken)
         assert each.note.startswith(f"plan auto on tp: {time_us / 1e3:.2f} ms")
-        assert f"at most {100 * each.search.gap_us / time_us:.2f} % above the best" in each.note
+        solved, programme = each.search.solved, Programme(each.search.problem)
+        assert (solved.axis, solved.time_us, solved.gap_us) == ("tp", time_us, max(time_us - solved.bound_us, 0.0))
+        assert (solved.columns, solved.rows) == (len(programme.costs), len(programme.rows))
+        assert f"at most {100 * solved.gap_us / time_us:.2f} % above the best" in each.note
 
 
 def test_rules_are_kept(fake_mesh) -> None:

@@ -174,6 +174,35 @@ class Reads(Net):
         return super().training_step(batch, batch_idx) * batch[0].sum().item()
 
 
+def test_a_plan_that_was_found_reports_what_was_solved():
+    report = planned(plan="auto")
+    told = report.as_json()["solved"]
+    assert set(told) == {"axis", "time_us", "bound_us", "columns", "rows", "seconds", "gap"}
+    assert told["axis"] == "dp_shard" and told["columns"] > 0 and told["rows"] > 0 and told["seconds"] > 0
+    assert told["gap"] == pytest.approx(max(1 - told["bound_us"] / told["time_us"], 0.0))
+    (note,) = [note for note in report.notes if "columns" in note]
+    assert f"{told['columns']} columns and {told['rows']} rows" in note
+
+
+def test_every_call_of_both_halves_is_reported_with_its_placements():
+    """Columns, then rows, as the rules say: the second product leaves a sum over tp."""
+    rules = {"first.weight": {"tp": "S(0)"}, "second.weight": {"tp": "S(1)"}}
+    report = planned(mesh={"dp_shard": 2, "tp": 4}, plan={"base": "fsdp", "rules": rules})
+    products = [calls for calls in report.calls if calls.call.startswith("aten.mm")]
+    assert [(calls.module, calls.backward, dict(calls.placements)) for calls in products] == [
+        ("first", False, {"dp_shard": "S(0) from S(0), R", "tp": "S(1) from R, S(1)"}),
+        ("second", False, {"dp_shard": "S(0) from S(0), R", "tp": "P(sum) from S(1), S(0)"}),
+        ("second", True, {"dp_shard": "S(0) from S(0), R", "tp": "S(1) from R, S(1)"}),
+        ("second", True, {"dp_shard": "P(sum) from S(1), S(0)", "tp": "S(1) from R, S(1)"}),
+        ("first", True, {"dp_shard": "P(sum) from S(1), S(0)", "tp": "S(0) from S(0), R"}),
+    ]
+    assert report.as_json()["calls"][1]["call"].startswith("aten.mm.default (test_planning.py:")
+
+
+def test_a_plan_that_was_named_has_nothing_solved():
+    assert planned().as_json()["solved"] is None
+
+
 def test_a_failure_leaves_no_process_group():
     with pytest.raises(CaptureError, match=r"test_planning.py:\d+ reads a tensor's value"):
         planned(Reads())

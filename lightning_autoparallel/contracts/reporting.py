@@ -1,237 +1,17 @@
-"""The values handed from stage to stage, each frozen and printable; the flow is in ``pipeline``."""
+"""What was planned and what that is predicted to take: the values of a report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, fx
-from torch.distributed.tensor.placement_types import Placement
+from lightning_autoparallel.contracts.placing import Explanation, SolvedProblem
 
-from lightning_autoparallel.config import PlanSpec
-
-InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent"]
-OutputKind = Literal["output", "log", "buffer", "gradient"]
-Placements = tuple[Placement, ...]  # one per plan axis
 LARGEST_SHOWN = 5  # of what is alive at a predicted peak
 _BYTES = ("parameters_bytes", "training_peak_bytes", "gradients_bytes", "optimizer_bytes", "predicted_peak_bytes")
 _TIMES = ("step_time_us", "around_us", "update_us", "tokens_per_second_per_device")
-Decision = Literal["save", "recompute"]
-Wish = Literal["save", "recompute", "prefer_recompute"]
-# Of the step before: gone before the forward, gone between it and the backward, or there through both, to be added to.
-EarlierGradients = Literal["freed", "cleared", "kept"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphInput:
-    """One placeholder of a graph: what it stands for, and for batch leaves whether dim 0 is the batch."""
-
-    kind: InputKind
-    name: str
-    batched: bool = False
-    requires_grad: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphOutput:
-    """One output of a graph; ``name`` is a parameter or buffer name, or a position for outputs and logs.
-
-    A gradient is ``of`` a parameter, or of a leaf of the batch, whose path ``name`` then is. ``batch_dim`` is the dim
-    of an output or log that is the batch, None where there is none.
-    """
-
-    kind: OutputKind
-    name: str
-    of: InputKind = "parameter"
-    batch_dim: int | None = None
-
-    @property
-    def is_parameter_gradient(self) -> bool:
-        """Whether it is to lie as its parameter is stored."""
-        return self.kind == "gradient" and self.of == "parameter"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassedOn:
-    """Stands among static results for a tensor of the batch, the one at ``position``, that is returned as it is."""
-
-    position: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapturedGraph:
-    """The step as one joint graph of the *global* program: placeholders and nodes carry global shapes.
-
-    A ``local`` one is the program of one batch shard: shapes are those of its rows, every value is its own, and
-    gradients of parameters are to be averaged over the shards. On axes that do not share out the batch it is global.
-    """
-
-    name: str
-    graph_module: fx.GraphModule
-    inputs: tuple[GraphInput, ...]
-    outputs: tuple[GraphOutput, ...]
-    output_spec: Any  # torch's pytree spec of what the step returned
-    static_outputs: Mapping[int, Any] = field(default_factory=dict)
-    constants: Mapping[str, Tensor] = field(default_factory=dict)
-    has_backward: bool = False
-    local: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanAxis:
-    """Mesh axes that a plan always treats alike, as one axis: the group of their flattened mesh."""
-
-    mesh_axes: tuple[str, ...]
-    size: int
-    rank: int
-    group_name: str
-
-    @property
-    def name(self) -> str:
-        """The mesh axes in order, joined by a comma: the key of every report."""
-        return ",".join(self.mesh_axes)
-
-    @property
-    def shards_batch(self) -> bool:
-        """Whether ranks along the axis see different rows of the batch."""
-        return self.mesh_axes[0].startswith("dp_")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePlacement:
-    """Placements a node computes with: one entry per tensor argument, one per output (None: not a tensor)."""
-
-    inputs: tuple[Placements, ...]
-    outputs: tuple[Placements | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherWay:
-    """An alternative that was not taken: what the best plan with it costs more, or what rules it out.
-
-    ``more_bytes`` stay on a rank: of parameters, gradients, moments, and what the backward reads. Where that is not
-    ``proved`` it costs at most so much more, as the solver's time was up, or less by no more than its gap.
-    """
-
-    way: str
-    more_us: float = math.inf
-    more_bytes: float = 0.0
-    ruled_out: str = ""
-    proved: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explained:
-    """What was taken for equal parameters or calls, ``count`` of them, and what else there was, the cheapest first.
-
-    Beside those listed there are ``further`` alternatives, none of them cheaper, and ``unsolved`` ones.
-    """
-
-    what: str
-    count: int
-    taken: str
-    others: tuple[OtherWay, ...] = ()
-    further: int = 0
-    unsolved: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """Why a plan places what ``pattern`` matches as it does; ``note`` says how the figures came about."""
-
-    pattern: str
-    choices: tuple[Explained, ...]
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingPlan:
-    """A placement for every node of one captured graph, and for every parameter its storage placement.
-
-    ``joint_axes`` are groups of several. ``found`` is base and rules where no person wrote them, ``notes`` say how,
-    ``explain`` why. The solver reckons ``stays_bytes`` on a rank, and ``exposed_share`` of the step to send parameters.
-    """
-
-    name: str
-    axes: tuple[PlanAxis, ...]
-    nodes: Mapping[str, NodePlacement]
-    parameters: Mapping[str, Placements]
-    outputs: tuple[Placements | None, ...]
-    joint_axes: tuple[PlanAxis, ...] = ()
-    found: PlanSpec | None = None
-    notes: tuple[str, ...] = ()
-    explain: Callable[[str], Explanation] | None = None
-    stays_bytes: float = math.inf
-    exposed_share: float = 1.0
-    keeps_gathered: bool = False  # what is gathered stays so until the backward
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedGraph:
-    """The joint graph each rank runs: local shapes, collectives written out."""
-
-    name: str
-    graph_module: fx.GraphModule
-    inputs: tuple[GraphInput, ...]
-    outputs: tuple[GraphOutput, ...]
-    output_placements: tuple[Placements | None, ...]
-    axes: tuple[PlanAxis, ...]
-    has_backward: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeInfo:
-    """One operator of the forward, as functions that decide about activation checkpointing are told of it.
-
-    ``shape`` (of one rank's part) and ``dtype`` are those of its first result, ``size_bytes`` counts all of them.
-    ``module`` is the path of the module whose code calls it, ``block`` that of the repeated module around, None outside
-    of any. ``leaves_block``: code outside of the block reads the result. ``source`` is the user's line.
-    """
-
-    name: str
-    op: str  # "aten.mm.default"
-    module: str
-    block: str | None
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-    leaves_block: bool
-    source: str
-
-
-CheckpointFunction = Callable[[NodeInfo], Wish]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionedGraph:
-    """The sharded graph split in two.
-
-    ``forward`` takes the inputs without tangents and returns the results, then ``saved_values`` more tensors.
-    ``backward`` takes the inputs at ``saved_inputs``, those tensors, then the tangents, and returns the gradients.
-    ``decisions`` say for every call of the forward, by its name, whether the backward, where it needs the value, reads
-    what was saved or recomputes it. A recomputed call has the same name in both graphs until passes rewrite them.
-    ``earlier_gradients`` are those that lie on a rank as it begins.
-    """
-
-    sharded: ShardedGraph
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    saved_inputs: tuple[int, ...] = ()
-    saved_values: int = 0
-    decisions: Mapping[str, Decision] = field(default_factory=dict)
-    earlier_gradients: EarlierGradients = "cleared"
-
-    def graphs(self) -> dict[str, fx.GraphModule]:
-        """The graphs by their names in reports: ``forward`` and ``backward``, or ``inference`` alone."""
-        if self.backward is None:
-            return {"inference": self.forward}
-        return {"forward": self.forward, "backward": self.backward}
-
-
-GraphCallable = Callable[..., Any]  # takes a list of tensors, returns a list or tuple of tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +68,21 @@ class ModuleReport:
     path: str
     saved_bytes: int
     collectives: Mapping[str, CollectiveTable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedCalls:
+    """Equal calls by modules of one kind, ``count`` of them, that have their operands and results alike.
+
+    ``module`` is the modules' path with asterisks for numbers, ``call`` the operator and the user's line.
+    ``placements`` maps mesh axes to results and operands: ``S(0) from R, S(1)``.
+    """
+
+    module: str
+    call: str
+    backward: bool
+    count: int
+    placements: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,6 +176,7 @@ class PlanReport:
     optimizer_bytes: int | None = None  # None: unknown
     parameters: Mapping[str, ParameterReport] = field(default_factory=dict)
     modules: tuple[ModuleReport, ...] = ()
+    calls: tuple[PlacedCalls, ...] = ()  # of the joint graph
     passes: tuple[PassReport, ...] = ()
     predicted_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
@@ -392,6 +188,7 @@ class PlanReport:
     update_us: float = 0.0
     meshes: tuple[MeshTrial, ...] = ()  # the best first; empty where the mesh was given
     explanation: Explanation | None = None
+    solved: SolvedProblem | None = None  # of a plan that was found
 
     @property
     def step_graphs(self) -> tuple[str, ...]:
@@ -459,10 +256,12 @@ class PlanReport:
             "hardware": dict(self.hardware),
             "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
             "modules": [asdict(m) | {"collectives": _tables_json(m.collectives)} for m in self.modules],
+            "calls": [asdict(calls) for calls in self.calls],
             "passes": [asdict(p) | _tables_json({"before": p.before, "after": p.after}) for p in self.passes],
             "notes": list(self.notes),
             "meshes": [asdict(trial) for trial in self.meshes],
             "explanation": None if self.explanation is None else asdict(self.explanation),
+            "solved": None if self.solved is None else asdict(self.solved) | {"gap": self.solved.gap},
         }
 
 
@@ -484,16 +283,3 @@ def _prediction_json(predicted: GraphPrediction | None) -> dict[str, Any]:
     figures = ("time_us", "compute_us", "communication_us", "exposed_us", "peak_memory_bytes", "by_module")
     largest = [asdict(share) for share in predicted.at_peak[:LARGEST_SHOWN]]
     return {name: getattr(predicted, name) for name in figures} | {"largest_at_peak": largest}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """Two callables and what is needed to call them; ``compile.step`` runs it under autograd."""
-
-    partitioned: PartitionedGraph
-    forward: GraphCallable
-    backward: GraphCallable | None
-    captured: CapturedGraph
-    constants: tuple[Tensor, ...]
-    report: PlanReport
-    has_random_ops: bool = False

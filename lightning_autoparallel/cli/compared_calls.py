@@ -1,0 +1,84 @@
+"""Calls that have their operands and results elsewhere in another plan (``plan --compare``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from lightning_autoparallel.callbacks.tables import make_table
+from lightning_autoparallel.cli.report_file import CallKind
+
+Calls = Mapping[CallKind, Mapping[str, int]]  # counted by their placements
+_NAMED = 3  # of calls that differ alike
+OUTSIDE = "the step itself"  # what no submodule's code calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallDifference:
+    """Calls of modules of one kind, ``count`` of them, that are placed alike in each of two plans, but not in both."""
+
+    module: str
+    backward: bool
+    calls: tuple[str, ...]
+    count: int
+    this: str
+    other: str
+
+
+def call_differences(here: Calls, there: Calls) -> list[CallDifference]:
+    """Kinds of calls of which not as many lie alike in both; those that differ alike are one.
+
+    A kind of which there are calls in one plan only is of another graph, and says nothing of placements.
+    """
+    found: dict[tuple[str, bool, str, str], list[tuple[str, int]]] = {}
+    for kind in (kind for kind in here if kind in there):
+        one, two = _more(here[kind], there[kind]), _more(there[kind], here[kind])
+        if one and two:
+            count = min(sum(one.values()), sum(two.values()))
+            found.setdefault((kind.module, kind.backward, _text(one), _text(two)), []).append((kind.call, count))
+    return [
+        CallDifference(
+            module=module,
+            backward=backward,
+            calls=tuple(dict.fromkeys(call for call, _ in calls)),
+            count=sum(count for _, count in calls),
+            this=one,
+            other=two,
+        )
+        for (module, backward, one, two), calls in found.items()
+    ]
+
+
+def _more(these: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    """By how many more calls are placed so."""
+    more = {text: count - others.get(text, 0) for text, count in these.items()}
+    return {text: count for text, count in more.items() if count > 0}
+
+
+def _text(counted: Mapping[str, int]) -> str:
+    return " | ".join(counted)
+
+
+def calls_table(here: Calls, there: Calls) -> Table:
+    """Where calls differ, the first of each kind named."""
+    found = call_differences(here, there)
+    caption = None if found else "every call is placed alike in both"
+    table = make_table(
+        "Calls that are placed otherwise: results from operands",
+        ("modules", "calls", "this", "other"),
+        ("count",),
+        caption=caption,
+    )
+    for one in found:
+        module = one.module or OUTSIDE
+        table.add_row(
+            f"{module} (backward)" if one.backward else module, _named(one.calls), one.this, one.other, str(one.count)
+        )
+    return table
+
+
+def _named(calls: tuple[str, ...]) -> str:
+    more = len(calls) - _NAMED
+    return ", ".join(calls[:_NAMED]) + (f" and {more} more" if more > 0 else "")
