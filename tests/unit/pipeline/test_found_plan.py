@@ -24,6 +24,7 @@ from lightning_autoparallel.errors import ConfigError, InfeasiblePlanError, Pass
 from lightning_autoparallel.lightning_compat import LightningModule
 from lightning_autoparallel.pipeline import found_plan, partitioning, stages
 from lightning_autoparallel.pipeline.contest import Contest
+from lightning_autoparallel.pipeline.fastest_plan import Answer
 from lightning_autoparallel.pipeline.found_plan import FoundPlan, OverBudgetError
 from lightning_autoparallel.pipeline.progress import Stage
 from lightning_autoparallel.pipeline.rewriting import StepRewriting
@@ -264,7 +265,7 @@ def test_a_plan_that_was_not_found_is_looked_for_in_the_next_training() -> None:
     plan_of_it, module = FoundPlan(is_open=False, rounds=3, missing_bytes=5.0), Deep()
     plan_of_it.forget_others(module)
     assert (plan_of_it.is_open, plan_of_it.rounds, plan_of_it.missing_bytes) == (True, 0, 0.0)
-    plan_of_it.spec, plan_of_it.is_open = PlanSpec.parse("fsdp"), False
+    plan_of_it.answer, plan_of_it.is_open = Answer(spec=PlanSpec.parse("fsdp"), document={}, notes=()), False
     plan_of_it.remember(module)
     plan_of_it.forget_others(module)
     assert not plan_of_it.is_open, "it was found for this module"
