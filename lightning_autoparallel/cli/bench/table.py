@@ -136,17 +136,12 @@ def as_json(all_runs: Sequence[Runs], ours: Runs) -> list[dict[str, Any]]:
             **_contender(runs.contender),
             "median": {what: runs.median(what) for what in _QUANTITIES},
             "ratio_to_ours": {what: ratio(runs, ours, what) for what in _RATIOS},
-            "loss_difference": _finite(loss_difference(runs, ours)),
-            "measured": [{**vars(run), "losses": [_finite(loss) for loss in run.losses]} for run in runs.measured],
+            "loss_difference": loss_difference(runs, ours),
+            "measured": [vars(run) for run in runs.measured],
             "errors": list(runs.errors),
         }
         for runs in all_runs
     ]
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
-    return value if math.isfinite(value) else None
 
 
 _RATIOS = ("step_ms", "launches", "peak_bytes")

@@ -29,14 +29,11 @@ def write_chunks(region: HeadRegion, given: Mapping[fx.Node, fx.Node], call: Cal
     chunks = [_Chunk(region, index, given, call) for index in range(region.chunks)]
     parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.exits()}
     for index, stage in _turns(region.chunks, 1 + max(stages.values())):
-        for node in region.calls:
-            if stages[node] == stage:
-                if node in parts and region.calls[node].result is None:
-                    parts[node] = [chunks[index].write_added(node, parts[node])]
-                else:
-                    made = chunks[index].write(node)
-                    if node in parts:
-                        parts[node].append(made)
+        for node in (node for node in region.calls if stages[node] == stage):
+            if node in parts:
+                parts[node] = chunks[index].write_part(node, parts[node])
+            else:
+                chunks[index].write(node)
     return {node: _whole(node, region.calls[node].result, parts[node], call) for node in parts}
 
 
@@ -75,7 +72,13 @@ class _Chunk:
         self._made[node] = self._written(node, self._region.calls[node].result, operands)
         return self._made[node]
 
-    def write_added(self, node: fx.Node, total: Sequence[fx.Node]) -> fx.Node:
+    def write_part(self, node: fx.Node, before: Sequence[fx.Node]) -> list[fx.Node]:
+        """The call of an exit, with what chunks ``before`` have made of it: their rows, or the one sum of those."""
+        if self._region.calls[node].result is None:
+            return [self._write_added(node, before)]
+        return [*before, self.write(node)]
+
+    def _write_added(self, node: fx.Node, total: Sequence[fx.Node]) -> fx.Node:
         """The call, which sums this chunk's rows up, added to the ``total`` of chunks before if there were any."""
         product = product_of(node)
         if not total:
