@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from lightning_autoparallel.callbacks.tables import make_table
-from lightning_autoparallel.cli.report_file import CallKind
+from lightning_autoparallel.cli.report_file import BETWEEN_AXES, WHOLE, CallKind
 
 Calls = Mapping[CallKind, Mapping[str, int]]  # counted by their placements
 _NAMED = 3  # of calls that differ alike
@@ -37,7 +37,7 @@ def call_differences(here: Calls, there: Calls) -> list[CallDifference]:
         one, two = _more(here[kind], there[kind]), _more(there[kind], here[kind])
         if one and two:
             count = min(sum(one.values()), sum(two.values()))
-            found.setdefault((kind.module, kind.backward, _text(one), _text(two)), []).append((kind.call, count))
+            found.setdefault((kind.module, kind.backward, *_texts(one, two)), []).append((kind.call, count))
     return [
         CallDifference(
             module=module,
@@ -57,8 +57,16 @@ def _more(these: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]
     return {text: count for text, count in more.items() if count > 0}
 
 
-def _text(counted: Mapping[str, int]) -> str:
-    return " | ".join(counted)
+def _texts(one: Mapping[str, int], two: Mapping[str, int]) -> tuple[str, str]:
+    """Where calls lie one way in each plan, on the axes that differ; else every way."""
+    if len(one) > 1 or len(two) > 1:
+        return " | ".join(one), " | ".join(two)
+    here, there = (next(iter(side)).split(BETWEEN_AXES) for side in (one, two))
+    return _without(here, there), _without(there, here)
+
+
+def _without(these: Sequence[str], others: Sequence[str]) -> str:
+    return BETWEEN_AXES.join(each for each in these if each not in others) or WHOLE
 
 
 def calls_table(here: Calls, there: Calls) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx.nodes import kind_of
 
+BETWEEN_AXES, WHOLE = "; ", "whole"  # in the placements of calls
 _SIZES = {
     "parameters": "parameters_bytes",
     "gradients": "gradients_bytes",
@@ -163,7 +164,7 @@ def _by_call(calls: Sequence[Mapping[str, Any]]) -> dict[CallKind, dict[str, int
         kind = CallKind(module=str(one["module"]), call=str(one["call"]), backward=bool(one["backward"]))
         placements = {str(axis): str(text) for axis, text in one["placements"].items()}
         cut = [f"{axis}: {text}" for axis, text in placements.items() if "(" in text]
-        text = "; ".join(cut) or "whole"
+        text = BETWEEN_AXES.join(cut) or WHOLE
         counts = found.setdefault(kind, {})
         counts[text] = counts.get(text, 0) + int(one["count"])
     return found

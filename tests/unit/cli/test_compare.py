@@ -153,17 +153,16 @@ def test_calls_that_are_placed_otherwise_are_one_line_by_what_differs() -> None:
     ]
     this, that = (figures_of({**REPORT, "calls": side}) for side in (here, there))
     assert this.calls is not None and that.calls is not None
-    rows = "dp_shard: S(0) from S(0), R"
     layer = CallDifference(
         module="layers.*.ff",
         backward=False,
         calls=("aten.mm", "aten.add"),
         count=4,
-        this=f"{rows}; tp: S(1) from R, S(1)",
-        other=rows,
+        this="tp: S(1) from R, S(1)",
+        other="whole",
     )
     table = CallDifference(
-        module="", backward=False, calls=("aten.embedding",), count=1, this=rows, other=f"{rows}; tp: S(0) from S(0)"
+        module="", backward=False, calls=("aten.embedding",), count=1, this="whole", other="tp: S(0) from S(0)"
     )
     assert call_differences(this.calls, that.calls) == [layer, table]
     assert call_differences(this.calls, this.calls) == []
@@ -171,6 +170,16 @@ def test_calls_that_are_placed_otherwise_are_one_line_by_what_differs() -> None:
     assert "layers.*.ff" in text and "aten.mm, aten.add" in text and "the step itself" in text
     assert "placed alike in both" in render_table(comparison_tables(this, this)[1])
     assert len(comparison_tables(this, figures_of(REPORT))) == 2  # written before calls were
+
+
+def test_calls_of_one_kind_that_lie_in_several_ways_are_told_with_all_axes() -> None:
+    here = figures_of({**REPORT, "calls": [calls("S(0) from S(0)", count=1), calls("S(1) from S(1)", count=1)]}).calls
+    there = figures_of({**REPORT, "calls": [calls("R from R")]}).calls
+    assert here is not None and there is not None
+    (found,) = call_differences(here, there)
+    rows = "dp_shard: S(0) from S(0), R"
+    assert found.this == f"{rows}; tp: S(0) from S(0) | {rows}; tp: S(1) from S(1)"
+    assert (found.other, found.count) == (rows, 2)
 
 
 def test_calls_that_nothing_cuts_are_whole() -> None:
