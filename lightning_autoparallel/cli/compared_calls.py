@@ -17,7 +17,10 @@ OUTSIDE = "the step itself"  # what no submodule's code calls
 
 @dataclass(frozen=True, kw_only=True)
 class CallDifference:
-    """Calls of modules of one kind, ``count`` of them, that are placed alike in each of two plans, but not in both."""
+    """Calls of modules of one kind, ``count`` of them in each of two plans, that are placed so in one of them alone.
+
+    Where they are not all alike in a plan, it is told how many are placed in which way.
+    """
 
     module: str
     backward: bool
@@ -30,7 +33,7 @@ class CallDifference:
 def call_differences(here: Calls, there: Calls) -> list[CallDifference]:
     """Kinds of calls of which not as many lie alike in both; those that differ alike are one.
 
-    A kind of which there are calls in one plan only is of another graph, and says nothing of placements.
+    A kind of which there are calls in one plan only is left out.
     """
     found: dict[tuple[str, bool, str, str], list[tuple[str, int]]] = {}
     for kind in (kind for kind in here if kind in there):
@@ -60,9 +63,14 @@ def _more(these: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]
 def _texts(one: Mapping[str, int], two: Mapping[str, int]) -> tuple[str, str]:
     """Where calls lie one way in each plan, on the axes that differ; else every way."""
     if len(one) > 1 or len(two) > 1:
-        return " | ".join(one), " | ".join(two)
+        return _mixture(one), _mixture(two)
     here, there = (next(iter(side)).split(BETWEEN_AXES) for side in (one, two))
     return _without(here, there), _without(there, here)
+
+
+def _mixture(counted: Mapping[str, int]) -> str:
+    ordered = sorted(counted.items(), key=lambda way: (-way[1], way[0]))
+    return " | ".join(f"{count} x {text}" for text, count in ordered)
 
 
 def _without(these: Sequence[str], others: Sequence[str]) -> str:
@@ -72,7 +80,9 @@ def _without(these: Sequence[str], others: Sequence[str]) -> str:
 def calls_table(here: Calls, there: Calls) -> Table:
     """Where calls differ, the first of each kind named."""
     found = call_differences(here, there)
-    caption = None if found else "every call is placed alike in both"
+    unmatched = len(here.keys() ^ there.keys())
+    told = f"{unmatched} kinds of calls (operator and line) are in one of the reports only, and are not compared"
+    caption = told if unmatched else None if found else "every call is placed alike in both"
     table = make_table(
         "Calls that are placed otherwise: results from operands",
         ("modules", "calls", "this", "other"),

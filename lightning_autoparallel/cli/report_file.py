@@ -162,8 +162,7 @@ def _by_call(calls: Sequence[Mapping[str, Any]]) -> dict[CallKind, dict[str, int
     found: dict[CallKind, dict[str, int]] = {}
     for one in calls:
         kind = CallKind(module=str(one["module"]), call=str(one["call"]), backward=bool(one["backward"]))
-        placements = {str(axis): str(text) for axis, text in one["placements"].items()}
-        cut = [f"{axis}: {text}" for axis, text in placements.items() if "(" in text]
+        cut = [f"{axis}: {text}" for axis, text in _by_mesh_axis(one["placements"]).items() if "(" in text]
         text = BETWEEN_AXES.join(cut) or WHOLE
         counts = found.setdefault(kind, {})
         counts[text] = counts.get(text, 0) + int(one["count"])
@@ -174,8 +173,13 @@ def _lain(written: Mapping[str, Any]) -> Lain:
     return Lain(
         shape=tuple(map(int, written["shape"])),
         local_shape=tuple(map(int, written["local_shape"])),
-        placements={str(axis): str(text) for axis, text in written["placements"].items()},
+        placements=_by_mesh_axis(written["placements"]),
     )
+
+
+def _by_mesh_axis(placements: Mapping[str, Any]) -> dict[str, str]:
+    """Mesh axes that one plan treats alike, as one, and another does not, lie alike by either."""
+    return {axis: str(text) for axes, text in placements.items() for axis in str(axes).split(",")}
 
 
 def _by_axes(graphs: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

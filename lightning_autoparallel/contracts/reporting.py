@@ -75,7 +75,8 @@ class PlacedCalls:
     """Equal calls by modules of one kind, ``count`` of them, that have their operands and results alike.
 
     ``module`` is the modules' path with asterisks for numbers, ``call`` the operator and the user's line.
-    ``placements`` maps mesh axes to results and operands: ``S(0) from R, S(1)``.
+    ``placements`` maps mesh axes to results and operands: ``S(0) from R, S(1)``; without those that share out the batch
+    where a call was captured with a rank's own rows.
     """
 
     module: str
@@ -157,6 +158,8 @@ class MeshTrial:
 class PlanReport:
     """What was planned for one captured step; counts come from the final graphs (predicted, not measured).
 
+    ``calls`` are those of the graph as it was captured.
+
     Bytes are those of one rank. ``saved_bytes`` are the values that the forward keeps for the backward, parameters and
     the batch not counted. ``predictions`` are missing where something has no known cost: ``notes`` say what.
     ``predicted_peak_bytes`` is the largest peak of the step's graphs, also where their times are unknown. ``samples``
@@ -176,7 +179,7 @@ class PlanReport:
     optimizer_bytes: int | None = None  # None: unknown
     parameters: Mapping[str, ParameterReport] = field(default_factory=dict)
     modules: tuple[ModuleReport, ...] = ()
-    calls: tuple[PlacedCalls, ...] = ()  # of the joint graph
+    calls: tuple[PlacedCalls, ...] = ()
     passes: tuple[PassReport, ...] = ()
     predicted_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()

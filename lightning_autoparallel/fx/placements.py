@@ -156,7 +156,7 @@ def placement_text(placement: Placement) -> str:
     return f"P({placement.reduce_op})"  # type: ignore[attr-defined]
 
 
-def call_text(inputs: Sequence[Placement], outputs: Sequence[Placement | None]) -> str:
+def placed_text(inputs: Sequence[Placement], outputs: Sequence[Placement | None]) -> str:
     """Where a call has its results and operands on one axis: ``S(0) from R, S(1)``; ``-`` is no tensor."""
     made = ", ".join("-" if placement is None else placement_text(placement) for placement in outputs)
     read = ", ".join(map(placement_text, inputs))

@@ -33,7 +33,7 @@ from lightning_autoparallel.pipeline.fastest_plan import (
     choice_note,
     fastest,
 )
-from lightning_autoparallel.pipeline.kept_plan import Question, answer, kept, policy_name
+from lightning_autoparallel.pipeline.kept_plan import Question, answer_of, kept, policy_name
 from lightning_autoparallel.pipeline.lighter_plan import CHECKPOINTING, find_lighter
 from lightning_autoparallel.pipeline.memory_budget import budget_bytes
 from lightning_autoparallel.pipeline.not_found import told_of_shards
@@ -321,7 +321,7 @@ def _kept_policy(captured: CapturedGraph, context: StageContext, costs: CostMode
         try:
             asked = str(held["question"]["policy"])
             if asked in CHECKPOINTING or policies_by_kind(asked):
-                policy = asked if answer(held, _question(context, costs, asked), captured) is not None else None
+                policy = asked if answer_of(held, _question(context, costs, asked), captured) is not None else None
         except (KeyError, TypeError, ValueError, AutoParallelError):  # no plan of ours: another is found
             policy = None
     told: str | None = context.control.told_by_first(policy)
@@ -474,7 +474,7 @@ def _found(
     if dist.get_rank() == 0:
         try:
             assert context.found.question is not None
-            known = answer(held, context.found.question, captured)
+            known = answer_of(held, context.found.question, captured)
             found = (known,) if known is not None else solved(captured, context, costs, room_bytes, activations)
         except AutoParallelError as ours:
             error = ours

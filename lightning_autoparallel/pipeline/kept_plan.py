@@ -14,7 +14,7 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.fastest_plan import Answer
 from lightning_autoparallel.plan import is_of_graph
 
-VERSION = 2
+VERSION = 2  # another one where a field that is kept changes, those of what was solved among them
 
 
 def policy_name(policy: str | CheckpointFunction) -> str:
@@ -74,7 +74,7 @@ def kept(question: Question, found: Answer) -> dict[str, Any]:
     }
 
 
-def answer(held: Mapping[str, Any] | None, question: Question, captured: CapturedGraph) -> Answer | None:
+def answer_of(held: Mapping[str, Any] | None, question: Question, captured: CapturedGraph) -> Answer | None:
     """The plan of a checkpoint; None where it answers another question."""
     if held is None or held.get("version") != VERSION or held["question"] != vars(question):
         return None

@@ -12,7 +12,7 @@ from torch import fx
 from lightning_autoparallel.config import PlanRule
 from lightning_autoparallel.contracts import CapturedGraph, Explained, Explanation, OtherWay, PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.fx.placements import call_text, placement_text
+from lightning_autoparallel.fx.placements import placed_text, placement_text
 from lightning_autoparallel.plan.automatic import Search
 from lightning_autoparallel.plan.explain_rules import matching, placing_rule
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying, rule_against
@@ -46,7 +46,7 @@ class SearchedAxis:
         number, candidates = self.search.choices.alternatives(node)
         if node in self.search.choices.free:
             return number, [self.lying_text(way) for way in self.search.choices.free[node].ways]
-        return number, [call_text(candidate.inputs, candidate.outputs) for candidate in candidates]
+        return number, [placed_text(candidate.inputs, candidate.outputs) for candidate in candidates]
 
     def lying_text(self, way: Lying) -> str:
         """``computed R on tp, kept {dp_shard: S(0), tp: S(0)}``."""

@@ -181,13 +181,13 @@ def make_plans(
         state=state,
         gathered_again=gathered_again,
     )
-    return tuple(_plan(planning, shapes, solved, found, explains) for solved, found in _solve_axes(planning))
+    return tuple(_plan(planning, shapes, choices, found, explains) for choices, found in _solve_axes(planning))
 
 
 def _plan(
     planning: _Planning,
     shapes: Mapping[str, tuple[int, ...]],
-    solved: Sequence[Choices],
+    choices: Sequence[Choices],
     found: _Found | None,
     explains: bool,
 ) -> ShardingPlan:
@@ -200,7 +200,7 @@ def _plan(
     return ShardingPlan(
         name=planning.spec.name,
         axes=planning.axes,
-        nodes=_combine(planning.captured.graph_module.graph, solved),
+        nodes=_combine(planning.captured.graph_module.graph, choices),
         parameters={name: placement.storage for name, placement in planning.parameters.items()},
         outputs=_output_placements(planning),
         joint_axes=joint_axes(planning.axes, planning.mesh),

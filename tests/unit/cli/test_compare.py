@@ -173,13 +173,33 @@ def test_calls_that_are_placed_otherwise_are_one_line_by_what_differs() -> None:
 
 
 def test_calls_of_one_kind_that_lie_in_several_ways_are_told_with_all_axes() -> None:
-    here = figures_of({**REPORT, "calls": [calls("S(0) from S(0)", count=1), calls("S(1) from S(1)", count=1)]}).calls
-    there = figures_of({**REPORT, "calls": [calls("R from R")]}).calls
+    here = figures_of({**REPORT, "calls": [calls("S(0) from S(0)", count=1), calls("S(1) from S(1)", count=2)]}).calls
+    there = figures_of({**REPORT, "calls": [calls("R from R", count=3)]}).calls
     assert here is not None and there is not None
     (found,) = call_differences(here, there)
     rows = "dp_shard: S(0) from S(0), R"
-    assert found.this == f"{rows}; tp: S(0) from S(0) | {rows}; tp: S(1) from S(1)"
-    assert (found.other, found.count) == (rows, 2)
+    assert found.this == f"2 x {rows}; tp: S(1) from S(1) | 1 x {rows}; tp: S(0) from S(0)"
+    assert (found.other, found.count) == (f"3 x {rows}", 3)
+
+
+def test_calls_that_only_one_report_has_are_not_said_to_be_alike() -> None:
+    """As where a line was added above them since the other was written."""
+    here = figures_of({**REPORT, "calls": [calls("R from R", name="aten.mm.default (model.py:3)")]})
+    there = figures_of({**REPORT, "calls": [calls("S(1) from S(1)", name="aten.mm.default (model.py:4)")]})
+    text = render_table(comparison_tables(here, there)[1])
+    assert "2 kinds of calls (operator and line) are in one of the reports only" in text and "alike" not in text
+
+
+def test_axes_that_one_plan_treats_as_one_are_compared_one_by_one() -> None:
+    """As `fsdp` has it, and as `auto` has it."""
+    joint = {**parameter("S(0)", 2), "placements": {"dp_replicate,dp_shard": "S(0)"}}
+    apart = {**joint, "placements": {"dp_replicate": "S(0)", "dp_shard": "S(0)"}}
+    both = {"dp_replicate": "S(0) from R, S(0)", "dp_shard": "S(0) from R, S(0)"}
+    here = {"parameters": {"head": joint}, "calls": [calls("", placements={"dp_replicate,dp_shard": both["dp_shard"]})]}
+    there = {"parameters": {"head": apart}, "calls": [calls("", placements=both)]}
+    this, that = figures_of({**REPORT, **here}), figures_of({**REPORT, **there})
+    assert this.calls is not None and that.calls is not None
+    assert differences(this, that) == [] and call_differences(this.calls, that.calls) == []
 
 
 def test_calls_that_nothing_cuts_are_whole() -> None:

@@ -13,6 +13,7 @@ from lightning_autoparallel.apply import lower_graph
 from lightning_autoparallel.capture import capture_step, describe_call
 from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.fx import nodes as fxn
+from lightning_autoparallel.pipeline.placed_calls import placed_calls
 from lightning_autoparallel.plan import make_plan
 from tests.support.placements import R, S
 from tests.unit._graphs import request_of
@@ -53,6 +54,13 @@ def test_values_are_the_ranks_own(fake_mesh):
     ends = {(item.kind, item.of, item.name): placed for item, placed in zip(graph.outputs, plan.outputs, strict=True)}
     assert ends["gradient", "parameter", "shift"] == ends["gradient", "parameter", "linear.weight"] == (S(0),)
     assert ends["gradient", "batch", "0.1"] == ends["output", "parameter", "0"] == (R,)
+
+
+def test_calls_are_placed_on_no_axis_that_shares_out_the_batch(fake_mesh):
+    """They are not whole there either: ranks compute different rows."""
+    graph = sample()
+    calls = placed_calls(graph, make_plan(graph, "fsdp", fake_mesh(dp_shard=2), print))
+    assert calls and all(dict(each.placements) == {} for each in calls)
 
 
 @pytest.mark.parametrize(("name", "gathers", "reduction"), [("fsdp", 5, "reduce_scatter"), ("ddp", 0, "all_reduce")])
