@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch.optim import SGD, Optimizer
 
@@ -245,86 +247,61 @@ class BetweenTwoPoints(_Own):
             self.trains = trains
 
 
-class WithLayerwiseRates(Case):
+class _Trained(Case):
     names_line = False
+    kind: ClassVar[type[Optimizer]]
 
     def configure_optimizers(self):
-        return LayerwiseRates(self.parameters())
+        return self.kind(self.parameters(), lr=0.1)
 
 
-class WithLayerwiseMoments(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return LayerwiseMoments(self.parameters())
+class WithLayerwiseRates(_Trained):
+    kind = LayerwiseRates
 
 
-class WithLookahead(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return Lookahead(self.parameters())
+class WithLayerwiseMoments(_Trained):
+    kind = LayerwiseMoments
 
 
-class WithSignOfMoments(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return SignOfMoments(self.parameters())
+class WithLookahead(_Trained):
+    kind = Lookahead
 
 
-class WithCentredGradients(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return CentredGradients(self.parameters())
+class WithSignOfMoments(_Trained):
+    kind = SignOfMoments
 
 
-class WithEstimatedRate(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return EstimatedRate(self.parameters())
+class WithCentredGradients(_Trained):
+    kind = CentredGradients
 
 
-class WithWholeMatrices(Case):
+class WithEstimatedRate(_Trained):
+    kind = EstimatedRate
+
+
+class WithWholeMatrices(_Trained):
     quick = True
-    names_line = False
-
-    def configure_optimizers(self):
-        return WholeMatrices(self.parameters())
+    kind = WholeMatrices
 
 
-class WithLargestOnly(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return LargestOnly(self.parameters())
+class WithLargestOnly(_Trained):
+    kind = LargestOnly
 
 
-class WithNoisyDescent(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return NoisyDescent(self.parameters())
+class WithNoisyDescent(_Trained):
+    kind = NoisyDescent
 
 
-class WithAdafactor(Case):
-    names_line = False
-
-    def configure_optimizers(self):
-        return torch.optim.Adafactor(self.parameters(), lr=0.1)
+class WithAdafactor(_Trained):
+    kind = torch.optim.Adafactor
 
 
-class WithMuon(Case):
-    names_line = False
-
+class WithMuon(_Trained):
     def configure_optimizers(self):
         return torch.optim.Muon([p for p in self.parameters() if p.dim() == 2], lr=0.1)
 
 
-class WithAPointBetween(Case):
-    names_line = False
+class WithAPointBetween(_Trained):
     validates = True
 
     def configure_optimizers(self):
