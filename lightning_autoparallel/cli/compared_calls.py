@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from lightning_autoparallel.callbacks.tables import make_table
-from lightning_autoparallel.cli.report_file import BETWEEN_AXES, WHOLE, CallKind
+from lightning_autoparallel.cli.report_file import CallKind, Placed
 
-Calls = Mapping[CallKind, Mapping[str, int]]  # counted by their placements
+Calls = Mapping[CallKind, Mapping[Placed, int]]  # counted by their placements
 _NAMED = 3  # of calls that differ alike
 OUTSIDE = "the step itself"  # what no submodule's code calls
 
@@ -54,27 +54,27 @@ def call_differences(here: Calls, there: Calls) -> list[CallDifference]:
     ]
 
 
-def _more(these: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+def _more(these: Mapping[Placed, int], others: Mapping[Placed, int]) -> dict[Placed, int]:
     """By how many more calls are placed so."""
-    more = {text: count - others.get(text, 0) for text, count in these.items()}
-    return {text: count for text, count in more.items() if count > 0}
+    more = {placed: count - others.get(placed, 0) for placed, count in these.items()}
+    return {placed: count for placed, count in more.items() if count > 0}
 
 
-def _texts(one: Mapping[str, int], two: Mapping[str, int]) -> tuple[str, str]:
+def _texts(one: Mapping[Placed, int], two: Mapping[Placed, int]) -> tuple[str, str]:
     """Where calls lie one way in each plan, on the axes that differ; else every way."""
     if len(one) > 1 or len(two) > 1:
         return _mixture(one), _mixture(two)
-    here, there = (next(iter(side)).split(BETWEEN_AXES) for side in (one, two))
-    return _without(here, there), _without(there, here)
+    (here,), (there,) = one, two
+    return _text(each for each in here if each not in there), _text(each for each in there if each not in here)
 
 
-def _mixture(counted: Mapping[str, int]) -> str:
+def _mixture(counted: Mapping[Placed, int]) -> str:
     ordered = sorted(counted.items(), key=lambda way: (-way[1], way[0]))
-    return " | ".join(f"{count} x {text}" for text, count in ordered)
+    return " | ".join(f"{count} x {_text(placed)}" for placed, count in ordered)
 
 
-def _without(these: Sequence[str], others: Sequence[str]) -> str:
-    return BETWEEN_AXES.join(each for each in these if each not in others) or WHOLE
+def _text(placed: Iterable[str]) -> str:
+    return "; ".join(placed) or "whole"
 
 
 def calls_table(here: Calls, there: Calls) -> Table:

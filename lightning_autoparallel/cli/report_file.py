@@ -11,7 +11,7 @@ from typing import Any
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx.nodes import kind_of
 
-BETWEEN_AXES, WHOLE = "; ", "whole"  # in the placements of calls
+Placed = tuple[str, ...]  # where calls have results and operands, on each axis that cuts any
 _SIZES = {
     "parameters": "parameters_bytes",
     "gradients": "gradients_bytes",
@@ -80,7 +80,7 @@ class PlanFigures:
     sizes_bytes: Mapping[str, int | None]
     samples: int | None = None
     kinds: Mapping[str, KindFigures] | None = None
-    calls: Mapping[CallKind, Mapping[str, int]] | None = None
+    calls: Mapping[CallKind, Mapping[Placed, int]] | None = None
     times_by_kind: bool = False
 
 
@@ -157,15 +157,15 @@ def _by_kind(modules: Sequence[Mapping[str, Any]], graphs: Mapping[str, Any]) ->
     return found
 
 
-def _by_call(calls: Sequence[Mapping[str, Any]]) -> dict[CallKind, dict[str, int]]:
+def _by_call(calls: Sequence[Mapping[str, Any]]) -> dict[CallKind, dict[Placed, int]]:
     """Axes on which everything is whole are left out: meshes with and without them compute alike there."""
-    found: dict[CallKind, dict[str, int]] = {}
+    found: dict[CallKind, dict[Placed, int]] = {}
     for one in calls:
         kind = CallKind(module=str(one["module"]), call=str(one["call"]), backward=bool(one["backward"]))
-        cut = [f"{axis}: {text}" for axis, text in _by_mesh_axis(one["placements"]).items() if "(" in text]
-        text = BETWEEN_AXES.join(cut) or WHOLE
+        placements = _by_mesh_axis(one["placements"])
+        placed = tuple(f"{axis}: {text}" for axis, text in placements.items() if "(" in text)
         counts = found.setdefault(kind, {})
-        counts[text] = counts.get(text, 0) + int(one["count"])
+        counts[placed] = counts.get(placed, 0) + int(one["count"])
     return found
 
 

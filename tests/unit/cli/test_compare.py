@@ -205,7 +205,7 @@ def test_axes_that_one_plan_treats_as_one_are_compared_one_by_one() -> None:
 def test_calls_that_nothing_cuts_are_whole() -> None:
     whole = calls("R from R", placements={"tp": "R from R"})
     assert figures_of({**REPORT, "calls": [whole]}).calls == {
-        CallKind(module="layers.*.ff", call="aten.mm", backward=False): {"whole": 2}
+        CallKind(module="layers.*.ff", call="aten.mm", backward=False): {(): 2}
     }
 
 
