@@ -23,6 +23,7 @@ from lightning_autoparallel.errors import InfeasiblePlanError, SearchTimeError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import placement_text, rule_text
 from lightning_autoparallel.mesh import ParallelMesh
+from lightning_autoparallel.plan.axis import AxisToPlan, Producer
 from lightning_autoparallel.plan.axis_choices import AxisChoices
 from lightning_autoparallel.plan.axis_times import AxisTimes
 from lightning_autoparallel.plan.candidates import Candidate
@@ -31,7 +32,6 @@ from lightning_autoparallel.plan.memory_room import best_that_fits, check_room, 
 from lightning_autoparallel.plan.other_plans import other_plans
 from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
 from lightning_autoparallel.plan.problem import Problem
-from lightning_autoparallel.plan.solve import AxisProblem, Producer
 from lightning_autoparallel.plan.what_if import blocked
 
 Named = tuple[tuple[str, str], ...]  # axes and placements
@@ -66,7 +66,7 @@ class FoundAxis:
 
 
 def find_axis(
-    problem: AxisProblem,
+    to_plan: AxisToPlan,
     axis: PlanAxis,
     free: Mapping[fx.Node, FreeParameter],
     costs: CostModel,
@@ -87,9 +87,9 @@ def find_axis(
     """
     check_room(free, room_bytes)
     group = costs.groups[axis.group_name]
-    times = AxisTimes(problem.graph, axis.size, problem.cut_already, group, costs.hardware)
-    pins = {node: pin for node, pin in problem.pins.items() if node not in free}
-    known = dataclasses.replace(problem, pins=pins)
+    times = AxisTimes(to_plan.graph, axis.size, to_plan.cut_already, group, costs.hardware)
+    pins = {node: pin for node, pin in to_plan.pins.items() if node not in free}
+    known = dataclasses.replace(to_plan, pins=pins)
     choices = AxisChoices(known, times, free, fixed, room_bytes, tuple(saved), tuple(map(tuple, recomputed)))
     all_choices = choices.problem()
     try:
@@ -101,7 +101,7 @@ def find_axis(
         raise (InfeasiblePlanError(f"{why} ({error}): {_INSTEAD}") if why else error) from error
     best = leaner(all_choices, solution)
     others = other_plans(choices, all_choices, best, solution.taken) if with_others else []
-    assumed = _taken_for(unrated_dtypes(problem.graph, costs.hardware), costs.hardware)
+    assumed = _taken_for(unrated_dtypes(to_plan.graph, costs.hardware), costs.hardware)
     return tuple(
         FoundAxis(
             choices=chosen,

@@ -13,18 +13,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard, placement_text
-from lightning_autoparallel.plan.axis_times import AxisTimes
-from lightning_autoparallel.plan.candidates import Candidate
-from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
-from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
-from lightning_autoparallel.plan.solve import (
-    AxisProblem,
+from lightning_autoparallel.plan.axis import (
+    AxisToPlan,
     Producer,
     may_leave,
     parameter_may_move,
     producer_of,
     split_factors,
 )
+from lightning_autoparallel.plan.axis_times import AxisTimes
+from lightning_autoparallel.plan.candidates import Candidate
+from lightning_autoparallel.plan.parameter_alternatives import FreeParameter, Lying
+from lightning_autoparallel.plan.problem import Choice, Limit, Overlap, Problem, Reader, Value
 from lightning_autoparallel.plan.strided_reach import reached
 from lightning_autoparallel.plan.tied_blocks import Class, Part, Repeats, repeats
 
@@ -59,7 +59,7 @@ class AxisChoices:
     ``recomputed`` may have ``room_bytes`` on a rank.
     """
 
-    axis: AxisProblem
+    axis: AxisToPlan
     times: AxisTimes
     free: Mapping[fx.Node, FreeParameter]
     fixed: Mapping[fx.Node, Candidate] | None = None

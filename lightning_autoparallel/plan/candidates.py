@@ -44,8 +44,8 @@ class CandidateTable:
     ``warn`` is told once per operator that has to compute replicated.
     """
 
-    def __init__(self, axis: PlanAxis, mesh: DeviceMesh, hardware: PlacementRates, warn: Callable[[str], None]) -> None:
-        self._axis, self._mesh, self._hardware, self._warn = axis, mesh, hardware, warn
+    def __init__(self, axis: PlanAxis, mesh: DeviceMesh, rates: PlacementRates, warn: Callable[[str], None]) -> None:
+        self._axis, self._mesh, self._rates, self._warn = axis, mesh, rates, warn
         self._size = axis.size
         self._cache: dict[Any, tuple[Candidate, ...]] = {}
         self._warned: set[Any] = set()
@@ -139,7 +139,7 @@ class CandidateTable:
             result,
             local_size_bytes(_touched(call), shards),
             1 / (max(mine, default=1) * max(before, default=1)),
-            self._hardware,
+            self._rates,
         )
         time_us += self._inside_us(row, call, before)
         return Candidate(outputs=outputs, inputs=inputs, time_us=time_us)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ class CandidateTable:
         outputs, inputs = row
         launches, size_bytes = vocabulary_rules.reduced_inside(call.op, call.args, call.inputs[0], inputs[0])
         sent = size_bytes // before[len(outputs)]
-        each_us = redistribution_time_us(Partial("sum"), Replicate(), sent, self._size, self._hardware)
+        each_us = redistribution_time_us(Partial("sum"), Replicate(), sent, self._size, self._rates)
         return launches * each_us
 
     def _shards(self, placement: Placement | None) -> int:

@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_autoparallel.contracts import PlanAxis
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import dim_of, fit_together, is_shard
+from lightning_autoparallel.plan.axis import Producer
 from lightning_autoparallel.plan.candidates import Candidate
-from lightning_autoparallel.plan.solve import Producer
 from lightning_autoparallel.torch_compat.sharding import split_factor_of
 
 

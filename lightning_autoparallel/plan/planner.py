@@ -23,21 +23,22 @@ from lightning_autoparallel.contracts import (
 )
 from lightning_autoparallel.cost import CostModel
 from lightning_autoparallel.cost.optimizer import ADAMW, OptimizerState
-from lightning_autoparallel.cost.placement import GENERIC, PlacementRates, redistribution_time_us
+from lightning_autoparallel.cost.placement import GENERIC, redistribution_time_us
 from lightning_autoparallel.errors import ConfigError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.plan.activations import Activations
 from lightning_autoparallel.plan.automatic import FoundAxis, find_axis, found_spec
+from lightning_autoparallel.plan.axis import AxisToPlan, producer_of
 from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
 from lightning_autoparallel.plan.explain import SearchedAxis, explain_found
 from lightning_autoparallel.plan.gradients import late_reductions
 from lightning_autoparallel.plan.local import local_spec, own_values
+from lightning_autoparallel.plan.local_search import search_axis
 from lightning_autoparallel.plan.other_axes import OtherAxes
 from lightning_autoparallel.plan.parameter_alternatives import allowed_ways, free_parameters
 from lightning_autoparallel.plan.parameter_storage import ParameterPlacement, place_parameters
 from lightning_autoparallel.plan.pinned_edges import edge_pins
-from lightning_autoparallel.plan.solve import AxisProblem, producer_of, solve_axis
 
 Warn = Callable[[str], None]
 Choices = Mapping[fx.Node, Candidate]
@@ -93,7 +94,6 @@ class _Planning:
     spec: PlanSpec
     axes: tuple[PlanAxis, ...]
     mesh: ParallelMesh
-    hardware: PlacementRates
     warn: Warn
     costs: CostModel | None
     room_bytes: float
@@ -113,7 +113,6 @@ def make_plan(
     plan: str | PlanSpec,
     mesh: ParallelMesh,
     warn: Warn,
-    hardware: PlacementRates = GENERIC,
     costs: CostModel | None = None,
     room_bytes: float = math.inf,
     computes_whole: bool = False,
@@ -125,7 +124,7 @@ def make_plan(
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
         InfeasiblePlanError: something computes with a parameter that its rule cuts, but has no way to do it.
     """
-    return make_plans(captured, plan, mesh, warn, hardware, costs, room_bytes, computes_whole, explains, False)[0]
+    return make_plans(captured, plan, mesh, warn, costs, room_bytes, computes_whole, explains, False)[0]
 
 
 def make_plans(
@@ -133,7 +132,6 @@ def make_plans(
     plan: str | PlanSpec,
     mesh: ParallelMesh,
     warn: Warn,
-    hardware: PlacementRates = GENERIC,
     costs: CostModel | None = None,
     room_bytes: float = math.inf,
     computes_whole: bool = False,
@@ -172,7 +170,6 @@ def make_plans(
         spec=spec,
         axes=axes,
         mesh=mesh,
-        hardware=hardware,
         warn=warn,
         costs=costs if spec.base == AUTO else None,
         room_bytes=room_bytes,
@@ -238,7 +235,7 @@ def _solve_axes(planning: _Planning) -> list[tuple[list[Choices], _Found | None]
         joint = planning.mesh.plan_axis(tuple(name for i in batch for name in axes[i].mesh_axes))
         assert joint is not None
         captured = planning.captured
-        choices = own_values(captured.graph_module.graph) if captured.local else _solve(planning, joint, None, others)
+        choices = own_values(captured.graph_module.graph) if captured.local else _search(planning, joint, None, others)
         solved.update(dict.fromkeys(batch, choices))
         if planning.costs is not None and len(batch) == len(axes):
             found = _find(planning, joint, None, others, planning.costs, choices)
@@ -250,7 +247,7 @@ def _solve_axes(planning: _Planning) -> list[tuple[list[Choices], _Found | None]
             assert len(solved) == len(axes) - 1, "parameters are placed on one axis beside those that share the batch"
             found = _find(planning, axis, i, others, planning.costs, None)
             return [(_in_order({**solved, i: each.axis.choices}), each) for each in found]
-        solved[i] = _solve(planning, axis, i, others)
+        solved[i] = _search(planning, axis, i, others)
         others.add(axis, solved[i])
     chosen = _in_order(solved)
     return [(chosen, each) for each in found] if found else [(chosen, None)]
@@ -286,8 +283,8 @@ def _find(
         name: {one.name: lies for one, lies in zip(planning.axes, storage, strict=True) if one.shards_batch}
         for name, storage in placed.items()
     }
-    problem = _axis_problem(planning, axis, position, others)
-    producers = {node.name: producer_of(node) for node in problem.graph.nodes if node.op == "call_function"}
+    to_plan = _axis_to_plan(planning, axis, position, others)
+    producers = {node.name: producer_of(node) for node in to_plan.graph.nodes if node.op == "call_function"}
     saved = [producer for name, producer in producers.items() if name in planning.activations.saved]
     recomputed = [[producers[name] for name in again] for again in planning.activations.recomputed]
     room_bytes, with_others = planning.room_bytes, planning.with_others
@@ -304,31 +301,31 @@ def _find(
                 axis=axis,
             ),
         )
-        for found in find_axis(problem, axis, free, costs, fixed, room_bytes, with_others, saved, recomputed)
+        for found in find_axis(to_plan, axis, free, costs, fixed, room_bytes, with_others, saved, recomputed)
     ]
 
 
-def _solve(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:
-    return solve_axis(_axis_problem(planning, axis, position, others))
+def _search(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> Choices:
+    return search_axis(_axis_to_plan(planning, axis, position, others))
 
 
-def _axis_problem(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> AxisProblem:
+def _axis_to_plan(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> AxisToPlan:
     """One axis to plan; ``position`` is its place among the plan axes, None for the batch axes together."""
     times: dict[tuple[Placement, Placement, int], float] = {}
 
     def edge_time_us(source: Placement, target: Placement, size_bytes: int) -> float:
         key = (source, target, size_bytes)
         if key not in times:
-            times[key] = redistribution_time_us(source, target, size_bytes, axis.size, planning.hardware)
+            times[key] = redistribution_time_us(source, target, size_bytes, axis.size, GENERIC)
         return times[key]
 
     graph = planning.captured.graph_module.graph
     pins = {node: _pin(planning, item, axis, position) for node, item in planning.placeholders.items()}
     if position is not None:
         pins |= edge_pins(graph, planning.rules, axis)
-    return AxisProblem(
+    return AxisToPlan(
         graph=graph,
-        table=CandidateTable(axis, planning.mesh.submesh(axis.mesh_axes), planning.hardware, planning.warn),
+        table=CandidateTable(axis, planning.mesh.submesh(axis.mesh_axes), GENERIC, planning.warn),
         pins=pins,
         sinks=[(node, _allowed(planning, index, axis, position)) for index, node in enumerate(output_nodes(graph))],
         edge_time_us=edge_time_us,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_autoparallel.plan.axis import Producer
 from lightning_autoparallel.plan.candidates import Candidate
-from lightning_autoparallel.plan.solve import Producer
 from lightning_autoparallel.torch_compat.sharding import StridedShard
 
 Candidates = Mapping[fx.Node, tuple[Candidate, ...]]

@@ -157,7 +157,7 @@ def test_each_rule_can_fail(rule: Rule, path: str, text: str):
         ("__init__.py", "from lightning_autoparallel.strategy import AutoParallelStrategy"),
         ("mesh.py", "from lightning_autoparallel.fx import nodes"),
         ("capture/step.py", "from .recorder import Recorder\nfrom ..torch_compat import fake_mode"),
-        ("plan/solve.py", "from lightning_autoparallel.cost.collective import time_us"),
+        ("plan/local_search.py", "from lightning_autoparallel.cost.collective import time_us"),
         ("pipeline.py", "from lightning_autoparallel import apply, capture, compile, cost, passes, plan"),
         ("lightning_compat/cli.py", "from pytorch_lightning.cli import LightningCLI"),
         ("models/data.py", "from lightning_autoparallel.lightning_compat import LightningDataModule"),

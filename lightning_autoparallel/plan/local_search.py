@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -13,56 +13,23 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_autoparallel.errors import InfeasiblePlanError
 from lightning_autoparallel.fx import nodes as fxn
 from lightning_autoparallel.fx.placements import is_shard, placement_text
-from lightning_autoparallel.plan.candidates import Candidate, CandidateTable
-from lightning_autoparallel.torch_compat.sharding import StridedShard, split_factor_of
-
-# How much dearer than it is a move of activations counts on a batch axis: data parallelism moves parameters and
-# gradients, and gathers a batch only for what cannot be computed otherwise, not to save reducing a large table. This is
-# a weight and no order: were such moves worse than all else, similarities of all rows with all would be computed from
-# slices of the rows' width, and a sum of all pairs be reduced so that no row need be gathered.
-_RELUCTANCE = 100.0
-
-Producer = tuple[fx.Node, int]  # a node and which of its outputs
-EdgeTime = Callable[[Placement, Placement, int], float]  # (source, target, global bytes) -> microseconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisProblem:
-    """One axis to plan.
-
-    ``pins`` fix placeholders and marked values, ``sinks`` are placements that outputs must end in (any of them).
-    ``fits`` says whether a candidate goes together with what is planned on other axes, ``cut_already`` into how many
-    parts those cut outputs and arguments, ``size_bytes`` how large a value is then.
-
-    What depends on the placeholders in ``parameters`` only stays as they lie: it is never gathered, and no matrix is
-    cut because slices are free. ``reduced_late`` are casts of gradients that are summed after them, in the wider type.
-    """
-
-    graph: fx.Graph
-    table: CandidateTable
-    pins: Mapping[fx.Node, Placement]
-    sinks: Sequence[tuple[fx.Node, tuple[Placement, ...]]]
-    edge_time_us: EdgeTime
-    parameters: frozenset[fx.Node] = frozenset()
-    is_batch_axis: bool = True
-    reduced_late: frozenset[fx.Node] = frozenset()
-    cut_already: Callable[[fx.Node], tuple[int, ...]] = lambda node: ()
-    fits: Callable[[fx.Node, Candidate], bool] = lambda node, candidate: True
-    size_bytes: Callable[[Producer], int] = lambda producer: _global_size_bytes(producer)
-    max_sweeps: int = 8
-
-
-def _global_size_bytes(producer: Producer) -> int:
-    value = fxn.values(producer[0])[producer[1]]
-    assert value is not None
-    return fxn.size_bytes(value)
+from lightning_autoparallel.plan.axis import (
+    AxisToPlan,
+    Producer,
+    may_leave,
+    parameter_may_move,
+    producer_of,
+    split_factors,
+)
+from lightning_autoparallel.plan.candidates import Candidate
+from lightning_autoparallel.torch_compat.sharding import split_factor_of
 
 
 @dataclass
 class _State:
     """Choices so far, and for every produced value how many consumers want it in which placement."""
 
-    problem: AxisProblem
+    axis: AxisToPlan
     candidates: dict[fx.Node, tuple[Candidate, ...]] = field(default_factory=dict)
     arguments: dict[fx.Node, tuple[Producer, ...]] = field(default_factory=dict)
     consumers: dict[Producer, list[tuple[fx.Node, int]]] = field(default_factory=dict)
@@ -74,30 +41,22 @@ class _State:
     drawn: set[fx.Node] = field(default_factory=set)  # what depends on draws only
 
 
-def producer_of(node: fx.Node) -> Producer:
-    """The call and output that a value comes from: ``getitem`` only names it."""
-    if fxn.is_getitem(node):
-        source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
-        return source, index
-    return node, 0
-
-
-def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
+def search_axis(axis: AxisToPlan) -> dict[fx.Node, Candidate]:
     """A candidate for every call and placeholder of the graph.
 
     Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best
-    for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. No
-    change raises the total, and ``max_sweeps`` bounds moves between equals; the result is a local optimum.
+    for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. On a batch
+    axis a call that can compute with the rows as they are given moves none. No other change raises the total, and
+    ``max_sweeps`` bounds moves between equals; the result is a local optimum.
     """
-    state = _State(problem)
-    for producer, allowed in ((producer_of(node), allowed) for node, allowed in problem.sinks):
+    state = _State(axis)
+    for producer, allowed in ((producer_of(node), allowed) for node, allowed in axis.sinks):
         state.sinks.setdefault(producer, []).append(allowed)
     calls = _prepare(state)
     for node in calls:
         _choose(state, node, forward_only=True)
     pending = set(calls)
-    for sweep in range(problem.max_sweeps):
+    for sweep in range(axis.max_sweeps):
         order = reversed(calls) if sweep % 2 == 0 else iter(calls)
         pending = _sweep(state, order, pending) or _move_together(state, calls)
         if not pending:
@@ -108,7 +67,7 @@ def solve_axis(problem: AxisProblem) -> dict[fx.Node, Candidate]:
 
 def _check_feasible(state: _State, calls: list[fx.Node]) -> None:
     for node in calls:
-        if not math.isinf(_time_us(state, node, state.choice[node], forward_only=False, shared=False)):
+        if _can_compute(state, node, state.choice[node]):
             continue
         given = [state.choice[source].outputs[index] for source, index in state.arguments[node]]
         module = fxn.module_path(node) or "the step itself"
@@ -175,13 +134,13 @@ def _all_feasible(state: _State, nodes: Iterable[fx.Node]) -> bool:
 
 def _moves_together(state: _State, node: fx.Node) -> Sequence[Candidate]:
     """What a node that makes a partial sum, or draws for all ranks, could do instead, if its consumers followed."""
-    if state.problem.is_batch_axis and node in state.drawn and not state.arguments[node]:
+    if state.axis.is_batch_axis and node in state.drawn and not state.arguments[node]:
         chosen = state.choice[node].outputs[0]
         return state.candidates[node][1:] if chosen is not None and chosen.is_replicate() else ()
     readers = _readers(state, (node, 0))
     if not _is_partial(state.choice[node].outputs[0]):
         return []
-    if any(reader in state.problem.reduced_late for reader, _ in readers):
+    if any(reader in state.axis.reduced_late for reader, _ in readers):
         return [candidate for candidate in state.candidates[node] if candidate is not state.choice[node]]
     return [state.candidates[node][0]] if len(readers) > 1 else []
 
@@ -236,14 +195,14 @@ def _is_partial(placement: Placement | None) -> bool:
 
 def _prepare(state: _State) -> list[fx.Node]:
     """Candidates and consumers of every call, in graph order; placeholders are chosen already."""
-    problem = state.problem
+    axis = state.axis
     calls = []
     factors: dict[fx.Node, tuple[int, ...]] = {}
     dependent: set[fx.Node] = set()
-    state.derived = set(problem.parameters)
-    for node in problem.graph.nodes:
+    state.derived = set(axis.parameters)
+    for node in axis.graph.nodes:
         if node.op == "placeholder":
-            placement = problem.pins[node]
+            placement = axis.pins[node]
             state.choice[node] = Candidate(outputs=(placement,), inputs=(), time_us=0.0)
             factors[node] = (split_factor_of(placement),) if is_shard(placement) else (1,)
             if not placement.is_replicate():
@@ -260,7 +219,7 @@ def _prepare(state: _State) -> list[fx.Node]:
             factors[node] = split_factors(candidates)
             for position, producer in enumerate(arguments):
                 state.consumers.setdefault(producer, []).append((node, position))
-            if node in problem.pins or any(source in dependent for source, _ in arguments):
+            if node in axis.pins or any(source in dependent for source, _ in arguments):
                 dependent.add(node)
                 if node in state.derived:
                     _set(state, node, candidates[0])
@@ -272,10 +231,10 @@ def _prepare(state: _State) -> list[fx.Node]:
 
 
 def _candidates(state: _State, node: fx.Node, factors: tuple[int, ...]) -> tuple[Candidate, ...]:
-    pin = state.problem.pins.get(node)
-    problem = state.problem
-    known = problem.table.of(node, factors, problem.cut_already(node))
-    candidates = tuple(candidate for candidate in known if problem.fits(node, candidate))
+    pin = state.axis.pins.get(node)
+    axis = state.axis
+    known = axis.table.of(node, factors, axis.cut_already(node))
+    candidates = tuple(candidate for candidate in known if axis.fits(node, candidate))
     if pin is not None:
         return tuple(c for c in candidates if c.outputs == (pin,)) or (
             Candidate(outputs=(pin,), inputs=(pin,), time_us=0.0),
@@ -287,12 +246,6 @@ def _candidates(state: _State, node: fx.Node, factors: tuple[int, ...]) -> tuple
     if not following:
         return candidates[:1]
     return (min(following, key=lambda c: _time_us(state, node, c, True, shared=False)),)
-
-
-def split_factors(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """Into how many blocks each, 1 among them, shards of the candidates' outputs are interleaved."""
-    strided = {split_factor_of(p) for c in candidates for p in c.outputs if isinstance(p, StridedShard)}
-    return tuple(sorted({1, *strided}))
 
 
 def _choose(state: _State, node: fx.Node, forward_only: bool) -> bool:
@@ -343,16 +296,16 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
         others: Mapping[Placement, int] = state.wanted.get((source, index), {}) if shared else {}
         if chosen is None:
             continue
-        on_batch = state.problem.is_batch_axis
-        if source in state.derived and not parameter_may_move((source, index), chosen, target, on_batch):
+        if not _may_move(state, node, (source, index), chosen, target):
             return math.inf
-        if node in state.problem.reduced_late and chosen.is_partial() and not target.is_partial():
+        moves_rows = state.axis.is_batch_axis and is_shard(chosen) and chosen != target
+        if moves_rows and _computes_in_place(state, node):
             return math.inf
         edge_us = _edge(state, (source, index), chosen, target)
         if others.get(target) and not math.isinf(edge_us):
             continue  # what cannot be done is not free because another consumer asks for it too
         scatters = chosen.is_partial() and not (target.is_partial() or target.is_replicate())
-        if forward_only and scatters and state.problem.is_batch_axis:
+        if forward_only and scatters and state.axis.is_batch_axis:
             # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
             return math.inf
         total += edge_us
@@ -363,13 +316,40 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
     return total
 
 
-def parameter_may_move(producer: Producer, made: Placement, wanted: Placement, is_batch_axis: bool) -> bool:
-    """Whether what depends on parameters only may be redistributed so: reduced, or a whole vector cut."""
-    if made == wanted or (made.is_partial() and wanted.is_replicate()):
-        return True
-    value = fxn.values(producer[0])[producer[1]]
-    is_vector = value is not None and value.dim() <= 1
-    return not is_batch_axis and is_vector and made.is_replicate() and not wanted.is_partial()
+def _moves(state: _State, node: fx.Node, candidate: Candidate) -> Iterator[tuple[Producer, Placement, Placement]]:
+    """What a candidate needs elsewhere than it lies: the value, where it lies, and where it is wanted."""
+    for producer, wanted in zip(state.arguments[node], candidate.inputs, strict=True):
+        made = state.choice[producer[0]].outputs[producer[1]]
+        if made is not None and made != wanted:
+            yield producer, made, wanted
+
+
+def _can_compute(state: _State, node: fx.Node, candidate: Candidate) -> bool:
+    """Whether all that a candidate needs can be had, by whatever moves."""
+    return all(
+        _may_move(state, node, *move) and not math.isinf(_edge(state, *move)) for move in _moves(state, node, candidate)
+    )
+
+
+def _may_move(state: _State, node: fx.Node, producer: Producer, made: Placement, wanted: Placement) -> bool:
+    """Whether a value may be redistributed for ``node``, its rows apart."""
+    axis = state.axis
+    if producer[0] in state.derived and not parameter_may_move(producer, made, wanted, axis.is_batch_axis):
+        return False
+    return node not in axis.reduced_late or not made.is_partial() or wanted.is_partial()
+
+
+def _computes_in_place(state: _State, node: fx.Node) -> bool:
+    """Whether ``node`` can compute with all shards that it is given as they lie: then nothing else may be done.
+
+    Data parallelism moves parameters and gradients. A batch is gathered, or turned to another dim, only for what cannot
+    be computed otherwise, and not to save reducing a large table.
+    """
+    return any(
+        not any(is_shard(made) for _, made, _ in _moves(state, node, candidate))
+        and _can_compute(state, node, candidate)
+        for candidate in state.candidates[node]
+    )
 
 
 def _output_time_us(state: _State, producer: Producer, placement: Placement) -> float:
@@ -378,14 +358,6 @@ def _output_time_us(state: _State, producer: Producer, placement: Placement) -> 
     for allowed in state.sinks.get(producer, []):
         total += min(0.0 if target in targets else _leaving(state, producer, placement, target) for target in allowed)
     return total
-
-
-def may_leave(made: Placement, target: Placement) -> bool:
-    """Whether a value may leave the graph so: gathered or reduced, never turned from one dim to another.
-
-    An all-to-all of a gradient would be cheap, but it is no reduction: the work it saves is moved into the backward.
-    """
-    return made == target or made.is_partial() or made.is_replicate() or target.is_replicate()
 
 
 def _leaving(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
@@ -398,7 +370,6 @@ def _edge(state: _State, producer: Producer, source: Placement, target: Placemen
     known = state.edge_times.setdefault(producer, {})
     found = known.get((source, target))
     if found is None:
-        time_us = state.problem.edge_time_us(source, target, state.problem.size_bytes(producer))
-        moves_batch = state.problem.is_batch_axis and is_shard(source)
-        found = known[source, target] = time_us * _RELUCTANCE if moves_batch else time_us
+        size_bytes = state.axis.size_bytes(producer)
+        found = known[source, target] = state.axis.edge_time_us(source, target, size_bytes)
     return found

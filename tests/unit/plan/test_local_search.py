@@ -163,3 +163,24 @@ def test_what_all_rows_share_is_drawn_once(fake_mesh):
     step = lambda x: (x * (torch.rand(1, 8) > 0.1)).mean()  # noqa: E731
     _, _, counted = planned(fake_mesh, nn.Linear(1, 1), torch.randn(2, 8), step, training=False)
     assert counted["broadcast"] + counted["all_gather"] == 1 and counted["all_reduce"] == 1
+
+
+def test_rows_are_gathered_before_differences_of_all_pairs(fake_mesh):
+    """Slices of the width of two batches are an all-to-all away, but make differences of all pairs to be added up.
+
+    The two are joined along their rows, which no shard of rows outlives.
+    """
+    rows, width = 256, 64
+    module = nn.Linear(width, width)
+
+    def step(x):
+        both = torch.cat([module(x), torch.randn(rows, width)])
+        distances = (both[:, None] - both[None]).square().sum(-1)
+        return torch.exp(-distances).mean()
+
+    graph = captured(module, torch.randn(rows // 2, width), step, shards=2)
+    plan = make_plan(graph, "fsdp", fake_mesh(dp_shard=2), refuse)
+    nodes = [node for node in graph.graph_module.graph.nodes if node.op == "call_function"]
+    pairs = [node for node in nodes if fxn.values(node)[0].shape[:2] == (2 * rows, 2 * rows)]
+    assert len(pairs) > 5
+    assert {plan.nodes[node.name].outputs[0][0] for node in pairs} <= {S(0), S(1), R}
