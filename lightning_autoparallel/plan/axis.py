@@ -26,6 +26,7 @@ class AxisToPlan:
 
     What depends on the placeholders in ``parameters`` only stays as they lie: it is never gathered, and no matrix is
     cut because slices are free. ``reduced_late`` are casts of gradients that are summed after them, in the wider type.
+    What leaves the graph is sent in buckets, and takes ``launch_us`` less than an edge.
     """
 
     graph: fx.Graph
@@ -33,6 +34,7 @@ class AxisToPlan:
     pins: Mapping[fx.Node, Placement]
     sinks: Sequence[tuple[fx.Node, tuple[Placement, ...]]]
     edge_time_us: EdgeTime
+    launch_us: float = 0.0
     parameters: frozenset[fx.Node] = frozenset()
     is_batch_axis: bool = True
     reduced_late: frozenset[fx.Node] = frozenset()

@@ -361,7 +361,9 @@ def _output_time_us(state: _State, producer: Producer, placement: Placement) -> 
 
 
 def _leaving(state: _State, producer: Producer, source: Placement, target: Placement) -> float:
-    return _edge(state, producer, source, target) if may_leave(source, target) else math.inf
+    if not may_leave(source, target):
+        return math.inf
+    return max(0.0, _edge(state, producer, source, target) - state.axis.launch_us)
 
 
 def _edge(state: _State, producer: Producer, source: Placement, target: Placement) -> float:

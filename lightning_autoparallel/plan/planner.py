@@ -329,6 +329,7 @@ def _axis_to_plan(planning: _Planning, axis: PlanAxis, position: int | None, oth
         pins=pins,
         sinks=[(node, _allowed(planning, index, axis, position)) for index, node in enumerate(output_nodes(graph))],
         edge_time_us=edge_time_us,
+        launch_us=GENERIC.link_latency_us if position is None else 0.0,
         parameters=frozenset(n for n, item in planning.placeholders.items() if item.kind == "parameter"),
         is_batch_axis=position is None,
         reduced_late=late_reductions(planning.captured),

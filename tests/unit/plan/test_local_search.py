@@ -184,3 +184,18 @@ def test_rows_are_gathered_before_differences_of_all_pairs(fake_mesh):
     pairs = [node for node in nodes if fxn.values(node)[0].shape[:2] == (2 * rows, 2 * rows)]
     assert len(pairs) > 5
     assert {plan.nodes[node.name].outputs[0][0] for node in pairs} <= {S(0), S(1), R}
+
+
+def test_hidden_rows_are_not_gathered_to_save_a_launch_that_gradients_share(fake_mesh):
+    """Behind a softmax over the batch gradients lie in slices of the width: they go back to the rows that are hidden.
+
+    Cut by the width the weights' gradient would need no reduction, but all hidden rows. Reductions of gradients go in
+    buckets: one more of them takes what its bytes take.
+    """
+    module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    batch = torch.randn(256, 64)
+    graph = captured(module, batch, lambda x: (module(x).softmax(0) * x).sum(), shards=8)
+    plan = make_plan(graph, "ddp", fake_mesh(dp_shard=8), refuse)
+    nodes = [node for node in graph.graph_module.graph.nodes if node.target is aten.mm.default]
+    gradients = [node for node in nodes if 256 * 8 not in fxn.values(node)[0].shape]
+    assert [plan.nodes[node.name].outputs[0][0] for node in gradients] == [P, P]
