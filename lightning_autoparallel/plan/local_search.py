@@ -46,8 +46,8 @@ def search_axis(axis: AxisToPlan) -> dict[fx.Node, Candidate]:
 
     Local search: a greedy walk, then sweeps backward and forward in which each node takes the candidate that is best
     for its neighbours, until nothing changes. Redistributions that several consumers share are counted once. On a batch
-    axis a call that can compute with the rows as they are given moves none. No other change raises the total, and
-    ``max_sweeps`` bounds moves between equals; the result is a local optimum.
+    axis a call that can compute with the rows as they are given moves none for itself. Where that does not bind, no
+    change raises the total; ``max_sweeps`` bounds moves between equals. The result is a local optimum.
     """
     state = _State(axis)
     for producer, allowed in ((producer_of(node), allowed) for node, allowed in axis.sinks):
@@ -271,7 +271,9 @@ def _best(
     if len(candidates) == 1:
         return candidates[0]
     times = [_time_us(state, node, candidate, forward_only) for candidate in candidates]
-    least = min(times)
+    if math.isinf(least := min(times)):  # computed where rows lie it could not leave the step
+        times = [_time_us(state, node, candidate, forward_only, rows_stay=False) for candidate in candidates]
+        least = min(times)
     tied = [candidate for candidate, time_us in zip(candidates, times, strict=True) if time_us == least]
     if len(tied) == 1:
         return tied[0]
@@ -289,7 +291,9 @@ def _forget(state: _State, node: fx.Node, candidate: Candidate) -> None:
         state.wanted[producer][placement] -= 1
 
 
-def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: bool, shared: bool = True) -> float:
+def _time_us(
+    state: _State, node: fx.Node, candidate: Candidate, forward_only: bool, shared: bool = True, rows_stay: bool = True
+) -> float:
     total = candidate.time_us
     for (source, index), target in zip(state.arguments[node], candidate.inputs, strict=True):
         chosen = state.choice[source].outputs[index]
@@ -298,12 +302,12 @@ def _time_us(state: _State, node: fx.Node, candidate: Candidate, forward_only: b
             continue
         if not _may_move(state, node, (source, index), chosen, target):
             return math.inf
-        moves_rows = state.axis.is_batch_axis and is_shard(chosen) and chosen != target
-        if moves_rows and _computes_in_place(state, node):
-            return math.inf
         edge_us = _edge(state, (source, index), chosen, target)
         if others.get(target) and not math.isinf(edge_us):
             continue  # what cannot be done is not free because another consumer asks for it too
+        moves_rows = rows_stay and state.axis.is_batch_axis and is_shard(chosen) and chosen != target
+        if moves_rows and _computes_in_place(state, node):
+            return math.inf
         scatters = chosen.is_partial() and not (target.is_partial() or target.is_replicate())
         if forward_only and scatters and state.axis.is_batch_axis:
             # A greedy walk would scatter every sum and gather it again at once; the sweeps may still do it.
@@ -343,7 +347,7 @@ def _computes_in_place(state: _State, node: fx.Node) -> bool:
     """Whether ``node`` can compute with all shards that it is given as they lie: then nothing else may be done.
 
     Data parallelism moves parameters and gradients. A batch is gathered, or turned to another dim, only for what cannot
-    be computed otherwise, and not to save reducing a large table.
+    be computed otherwise, and not to save reducing a large table. What is moved for one call others may read, too.
     """
     return any(
         not any(is_shard(made) for _, made, _ in _moves(state, node, candidate))

@@ -199,3 +199,12 @@ def test_hidden_rows_are_not_gathered_to_save_a_launch_that_gradients_share(fake
     nodes = [node for node in graph.graph_module.graph.nodes if node.target is aten.mm.default]
     gradients = [node for node in nodes if 256 * 8 not in fxn.values(node)[0].shape]
     assert [plan.nodes[node.name].outputs[0][0] for node in gradients] == [P, P]
+
+
+def test_a_result_goes_back_to_its_rows_before_it_leaves(fake_mesh):
+    """Behind a softmax over the batch slices of the width could be computed with, which do not leave a step."""
+    module = nn.Linear(64, 1024)
+    graph = captured(module, torch.randn(1024, 64), lambda x: module(x).softmax(0).relu(), shards=2, training=False)
+    plan = make_plan(graph, "ddp", fake_mesh(dp_shard=2), refuse)
+    assert outputs_of(graph, plan, aten._softmax.default) == [(S(1),)]
+    assert outputs_of(graph, plan, aten.relu.default) == [(S(0),)]
