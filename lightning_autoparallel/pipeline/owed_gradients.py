@@ -5,6 +5,7 @@ Not before, as ranks may use other parameters, or in another order, and would wa
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -25,6 +26,7 @@ from lightning_autoparallel.torch_compat.autograd import final, gradients_held
 from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
 from lightning_autoparallel.torch_compat.interception import without_function_modes
 
+Refusal = Callable[[Tensor], None]
 Addend = Callable[[Tensor, DTensor], DTensor]  # a parameter and its reduced gradient -> as it is accumulated
 
 _AGAIN = f"the gradient of a parameter is differentiated again (create_graph=True): {OF_PARAMETERS}"
@@ -54,21 +56,41 @@ def mean_over_shards(gradient: Tensor, mesh: ParallelMesh) -> Tensor:
 class OwedGradients:
     """Pairs of a sharded parameter and a whole leaf in its place, in an order that is the same on all ranks.
 
-    A leaf lives as long as somebody computes with it, or a graph of autograd leads to it.
+    A leaf lives as long as somebody computes with it, or a graph of autograd leads to it. While it is
+    ``refusing``, leaves get a hook that may refuse their gradients.
     """
 
     def __init__(
-        self, mesh: ParallelMesh, control: ControlGroup, backwards: BackwardCalls, addend: Addend | None = None
+        self,
+        mesh: ParallelMesh,
+        control: ControlGroup,
+        backwards: BackwardCalls,
+        addend: Addend | None = None,
     ) -> None:
         self._mesh, self._control, self._backwards = mesh, control, backwards
+        self._refuses: Refusal | None = None
         self._addend = addend or (lambda parameter, gradient: gradient)
         self._owed: list[tuple[DTensor, weakref.ref[Tensor]]] = []
 
     def leaf(self, parameter: DTensor, whole: Tensor) -> Tensor:
         """``whole``, as what autograd follows in the place of the parameter."""
         leaf = whole.detach().requires_grad_()
+        if self._refuses is not None:
+            leaf.register_hook(self._refuses)
         self._owed.append((parameter, weakref.ref(leaf)))
         return leaf
+
+    @contextlib.contextmanager
+    def refusing(self, refuses: Refusal) -> Iterator[list[tuple[DTensor, weakref.ref[Tensor]]]]:
+        """Of leaves made inside nothing is owed when it has ended, and the list is told them; every rank does alike."""
+        told: list[tuple[DTensor, weakref.ref[Tensor]]] = []
+        self._refuses = refuses
+        try:
+            yield told
+        finally:
+            self._refuses = None
+            told += self._owed
+            self._owed = []
 
     def clear(self) -> None:
         """Forget leaves that no rank needs any more."""

@@ -117,7 +117,7 @@ class WholeParameters(TorchFunctionMode):
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
         self._names: dict[Any, str] = {}  # parameters by their memory
         self.backwards = BackwardCalls(control)
-        self._owed = OwedGradients(mesh, control, self.backwards, addend)
+        self.owed = OwedGradients(mesh, control, self.backwards, addend)
 
     def __exit__(self, *error: Any) -> None:
         self.forget()
@@ -126,13 +126,13 @@ class WholeParameters(TorchFunctionMode):
     def start(self) -> None:
         """Another step begins."""
         self.forget()
-        self._owed.clear()
+        self.owed.clear()
         self.backwards.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """For code that knows what DTensors are and leaves parameters as they are: the engine's."""
-        self._write_back()
+        self.write_back()
         before, self._paused = self._paused, True
         try:
             yield
@@ -166,11 +166,12 @@ class WholeParameters(TorchFunctionMode):
 
     def forget(self) -> None:
         """Parameters change, or nobody needs them whole any more."""
-        self._write_back()
+        self.write_back()
         self._wholes.clear()
         self._leaves.clear()
 
-    def _write_back(self) -> None:
+    def write_back(self) -> None:
+        """What was written into whole tensors is in the shards."""
         changed = [(key, gathered) for key, gathered in self._wholes.items() if gathered.is_changed]
         for key, gathered in changed:
             with without_function_modes(), torch.no_grad():
@@ -201,9 +202,7 @@ class WholeParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("backward", "grad") and not self._paused and not isinstance(func, GetSetDescriptorType):
-            return (
-                self._backward(func, args, kwargs) if name == "backward" else self._owed.gradients(func, args, kwargs)
-            )
+            return self._backward(func, args, kwargs) if name == "backward" else self.owed.gradients(func, args, kwargs)
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
             if not self._paused and _meets_wrapped_shards((*args, *kwargs.values())):
                 raise _transformed()
@@ -230,7 +229,7 @@ class WholeParameters(TorchFunctionMode):
                 p for p in self._module.parameters() if isinstance(p, DTensor) and p.requires_grad and has_hooks(p)
             ]
             with hooks_on_shards(hooked, self._meet_in_hook):
-                self._owed.backward(func, args, kwargs, hooked)
+                self.owed.backward(func, args, kwargs, hooked)
         finally:
             self.forget()
 
@@ -258,7 +257,7 @@ class WholeParameters(TorchFunctionMode):
             return self._whole_tensor(leaf)
 
     def _whole_tensor(self, leaf: DTensor) -> Tensor:
-        self._write_back()
+        self.write_back()
         is_followed = torch.is_grad_enabled() and leaf.requires_grad and not torch.is_inference_mode_enabled()
         if not is_followed:
             return self._gathered(leaf).whole
@@ -284,7 +283,7 @@ class WholeParameters(TorchFunctionMode):
         self._wholes[_memory(tensor)] = _Gathered(tensor, whole, whole._version if counts else None)
         parameter = self._parameter_of(tensor)
         if counts and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-            self._leaves[id(parameter)] = parameter, self._owed.leaf(parameter, whole)  # type: ignore[arg-type]
+            self._leaves[id(parameter)] = parameter, self.owed.leaf(parameter, whole)  # type: ignore[arg-type]
 
     def _parameter_of(self, tensor: DTensor) -> Tensor:
         """The module's parameter that lies in the tensor's memory, else the tensor."""

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_autoparallel.capture.sources import user_line
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.pipeline.whole_parameters import OF_THE_TENSOR_ITSELF, WholeParameters, changes_first
+from lightning_autoparallel.strategy.outside_gradients import BACKWARDS
 from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
@@ -27,21 +28,25 @@ from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 
 Call = Callable[..., Any]
 _LEFT_ALONE = frozenset(OF_THE_TENSOR_ITSELF)
-_BACKWARDS = {"backward", "grad"}
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TO_PYTHON = ("numpy", "tolist", "__array__", "__format__")
 _AS_ANOTHER = ("view_as", "reshape_as", "expand_as", "type_as")  # of whose second tensor no value is read
 _DRAWN = ("rand_like", "randn_like", "randint_like")
 # As torch says it.
-_FOR_NO_SHARDS = ("Sharding propagation failed", "does not have a sharding strategy", "not supported with DTensor")
+_FOR_NO_SHARDS = (
+    "Sharding propagation failed",
+    "does not have a sharding strategy",
+    "not supported with DTensor",
+    "got mixed torch.Tensor and DTensor",
+)
 
 
 class MixedOperands(TorchFunctionMode):
     """Open during one hook. From the first call of torch on that shards cannot be given, calls are given whole ones.
 
-    What they write into whole parameters, by views too, is in the shards at the next call, or when the hook has ended.
-    Every rank makes such calls, for which ``meet`` waits, or none. Nothing is done where ``is_inside()``: in steps, and
-    in backwards, around which ``inside`` is opened.
+    What they write into whole parameters, by views too, is in the shards behind that call. Every rank makes such calls,
+    for which ``meet`` waits, or none. Nothing is done where ``is_inside()``: in steps, and in backwards, around which
+    ``inside`` is opened, and ahead of which ``asked`` looks at what they ask for.
 
     Raises:
         CaptureError: of such a call autograd would have to follow parameters, which nothing would reduce.
@@ -54,8 +59,10 @@ class MixedOperands(TorchFunctionMode):
         meet: Callable[[str], None],
         is_inside: Callable[[], bool],
         inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        asked: Callable[..., None] = lambda func, args, kwargs: None,
     ) -> None:
         super().__init__()
+        self._asked = asked
         self._parameters, self._meet, self._is_inside, self._inside = parameters, meet, is_inside, inside
         self._gives_whole = False
         self._operators = ShardOperators()
@@ -77,7 +84,12 @@ class MixedOperands(TorchFunctionMode):
     def __torch_function__(
         self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        result = self._call(func, types, args, kwargs or {})
+        if self._gives_whole and not self._is_inside():
+            self._parameters.write_back()  # shards may be looked at without torch's functions, or saved
+        return result
+
+    def _call(self, func: Call, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__reduce_ex__" and isinstance(args[0], DTensor) and not self._is_inside():
             return pickled(*args)
@@ -88,22 +100,42 @@ class MixedOperands(TorchFunctionMode):
             return self._to_python(func, name, args, kwargs)
         if self._gives_whole and func == _GET_DATA and not self._is_inside():
             return self._parameters.data_of(args[0])
-        if name in _BACKWARDS:
-            with self._inside():
-                return func(*args, **kwargs)
+        if name in BACKWARDS:
+            return self._differentiated(func, args, kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
             return func(*args, **kwargs)
         if name in _AS_ANOTHER and args and not isinstance(args[0], DTensor):
             return func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
+        if name == "equal" and len({tensor.shape for tensor in tensors}) > 1:
+            return False  # torch would cut the one as the other lies
+        if name == "to" and not _are_followed(tensors):
+            with self._written_back():
+                moved = func(*args, **kwargs)
+            if moved.device == args[0].device:  # optimizers keep what it makes of their state, in shards
+                return moved
         if name == "__set__":  # shards can be assigned to
             return self._whole(func, types, args, kwargs) if self._gives_whole else func(*args, **kwargs)
-        if not torch.is_grad_enabled() or not any(isinstance(x, DTensor) and x.requires_grad for x in tensors):
+        if not _are_followed(tensors):
             return self._computed(func, name, args, kwargs, _are_mixed(tensors))
         if name in _DRAWN or getattr(func, "__module__", None) == "torch.nn.init":  # autograd follows none of these
             with torch.no_grad():
                 return self._computed(func, name, args, kwargs, _are_mixed(tensors))
         return self._followed(func, name, args, kwargs, _are_mixed(tensors))
+
+    def _differentiated(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with self._inside():
+                self._asked(func, args, kwargs)
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not _is_for_no_shards(error):
+                raise
+            raise CaptureError(
+                f"{user_line()} differentiates what was computed with parameters, which lie in shards, and with other "
+                f"tensors, outside of a step, which torch cannot ({error}): compute it in training_step, or with "
+                "parameter.detach()"
+            ) from error
 
     def _written_back(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, what was written into whole tensors is in the shards."""
@@ -130,7 +162,7 @@ class MixedOperands(TorchFunctionMode):
             except NeedsWhole:
                 pass
             except (RuntimeError, NotImplementedError) as error:
-                if not any(text in str(error) for text in _FOR_NO_SHARDS):
+                if not _is_for_no_shards(error):
                     raise
             else:
                 self._note(name, args, kwargs)
@@ -159,8 +191,20 @@ class MixedOperands(TorchFunctionMode):
                 f"{user_line()} gives {name} a parameter, which lies in shards, and a whole tensor, outside of a step, "
                 "where nobody reduces the gradient: give it parameter.detach(), or do it inside of torch.no_grad()"
             )
-        with self._written_back(), self._operators.during("followed"):
-            return func(*args, **kwargs)
+        try:
+            with self._written_back(), self._operators.during("followed"):
+                return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if not _is_for_no_shards(error):
+                raise
+            raise CaptureError(
+                f"{user_line()} gives {name} a parameter, which lies in shards, which torch cannot do with it, outside "
+                "of a step, where nobody reduces the gradient: give it parameter.detach(), or do it in torch.no_grad()"
+            ) from error
+
+
+def _is_for_no_shards(error: Exception) -> bool:
+    return any(text in str(error) for text in _FOR_NO_SHARDS)
 
 
 def _is_copied(value: Any) -> bool:
@@ -178,6 +222,11 @@ def _shape_of(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def _are_followed(tensors: Iterable[Tensor]) -> bool:
+    """Whether autograd follows shards among them."""
+    return torch.is_grad_enabled() and any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in tensors)
 
 
 def _are_mixed(tensors: Iterable[Tensor]) -> bool:

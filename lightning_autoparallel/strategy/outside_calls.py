@@ -26,6 +26,7 @@ from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.strategy import mixed_operands, shard_operators
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
+from lightning_autoparallel.strategy.outside_gradients import Asking, OutsideGradients
 from lightning_autoparallel.torch_compat import redistributions
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
@@ -37,8 +38,10 @@ _OF_OPTIMIZERS = ("on_before_optimizer_step",)  # in which whole tensors meet sh
 
 
 class OutsideCalls:
-    """Runs calls of the module with whole parameters, gathered for each, and without gradients, which no step would
-    reduce; gives hooks whole ones where torch cannot compute with shards; and gives numbers of whole tensors.
+    """Runs calls of the module with whole parameters, gathered for each; gives hooks whole ones where torch cannot
+    compute with shards; and gives numbers of whole tensors.
+
+    No step would reduce gradients of those calls' parameters, which are refused.
 
     Every rank makes the same calls. One that is alone says so, and waits; the others' next step makes it an error.
     """
@@ -48,6 +51,7 @@ class OutsideCalls:
         self._engine, self._module = engine, engine.module
         self._control = context.control
         self._parameters = WholeParameters(engine.module, context.mesh, context.control, writes=context.own_writes)
+        self._gradients = OutsideGradients()
         context.own_writes.clear()  # what an earlier training wrote nobody will compare
         self._own: set[int] = set()
         self._inside = False
@@ -89,8 +93,12 @@ class OutsideCalls:
         if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return original(module, *args, **kwargs)
         self._meet(f"calls {type(module).__name__} outside of a step", "its parameters lie in shards")
-        with self.inside(), torch.no_grad(), self._parameters:
-            return original(module, *args, **kwargs)
+
+        def run() -> Any:
+            with self.inside(), self._parameters:
+                return original(module, *args, **kwargs)
+
+        return self._gradients.called(run, (args, kwargs), self._parameters.owed, user_line())
 
     @contextlib.contextmanager
     def optimizing(self, optimizer: Optimizer | None = None) -> Iterator[None]:
@@ -106,9 +114,11 @@ class OutsideCalls:
     @contextlib.contextmanager
     def _hook(self, name: str) -> Iterator[None]:
         if self._inside or name in _OF_OPTIMIZERS:
-            yield
+            with contextlib.nullcontext() if self._inside else Asking(self._gradients):
+                yield
             return
-        mode = MixedOperands(self._parameters, self._meet_with, self._is_inside, self.inside)
+        asked = self._gradients.check_asked
+        mode = MixedOperands(self._parameters, self._meet_with, self._is_inside, self.inside, asked)
         before, self._hook_mode = self._hook_mode, mode
         try:
             with mode:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel.config import MeshSpec
@@ -287,6 +288,8 @@ class WorldStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or group is ALREADY_GLOBAL:
             return tensor
+        if isinstance(tensor, DTensor):  # a number of parameters, which is no plain tensor; a copy's memory is its own
+            tensor = tensor.full_tensor().clone()
         if group is not None or self._mesh is None:
             return sync_if_available(tensor, group, reduce_op=reduce_op)
         rows = self._mesh.data_parallel_axes

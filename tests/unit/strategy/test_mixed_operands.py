@@ -32,6 +32,7 @@ class Computing:
         self.names: list[str] = []
         self.said: list[str] = []
         self.written: list[tuple[torch.Size, list[Any]]] = []
+        self.written_back = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
         self.names.append(func.__name__)
@@ -39,6 +40,9 @@ class Computing:
 
     def wrote(self, target: torch.Tensor, values: Any) -> None:
         self.written.append((target.shape, list(values)))
+
+    def write_back(self) -> None:
+        self.written_back += 1
 
     def forget(self) -> None:
         self.said.append("forgotten")
@@ -82,6 +86,9 @@ def left(call: Any, is_inside: bool = False) -> list[str]:
         (lambda x: nn.init.kaiming_uniform_(x), ["kaiming_uniform_"]),
         (lambda x: nn.init.constant_(x, 1.0), []),
         (lambda x: (x.t(), x[:, 1], x.select(1, 2), x.T[1].zero_(), x.view(3, 2, 2)), []),
+        (lambda x: x[[1, 0]], ["__getitem__"]),
+        (lambda x: (torch.ones(3) + 1, x[0], torch.ones(3).zero_()), ["__getitem__"]),
+        (lambda x: (torch.equal(x, other=torch.ones(4)), torch.ones(3, 4, 1).equal(x)), []),
         (lambda x: x.mul_(2.0).add_(x), []),
         (lambda x: torch.ones(12, 1).view_as(x).reshape_as(x).expand_as(x).type_as(x), []),
         (lambda x: x * torch.tensor(2.0), []),
@@ -125,7 +132,7 @@ def test_a_gradient_that_nobody_reduces_is_refused(sharded: DTensor):
         (sharded * 2).sum().backward()
         with pytest.raises(CaptureError, match=r"test_mixed_operands.py:\d+ gives sub a parameter.*detach"):
             sharded - torch.ones(3, 4)
-        with pytest.raises(RuntimeError, match="flatten"):
+        with pytest.raises(CaptureError, match=r"test_mixed_operands.py:\d+ gives flatten a parameter.*detach"):
             sharded.flatten()
         assert computing.said == [] and not isinstance(sharded.detach() - torch.ones(3, 4), DTensor)
         assert isinstance(sharded * 2, DTensor) and computing.said == ["paused"]
@@ -152,6 +159,16 @@ def test_numbers_are_drawn_for_whole_parameters_where_autograd_follows_them(shar
         torch.randn_like(sharded)
         nn.init.kaiming_uniform_(sharded)
     assert computing.names == ["randn_like", "kaiming_uniform_"]
+
+
+def test_shards_are_up_to_date_behind_each_call_once_whole_parameters_were_given(sharded: DTensor):
+    computing, counted = Computing(), []
+    with torch.no_grad(), MixedOperands(computing, lambda name: None, lambda: False):  # type: ignore[arg-type]
+        for call in (torch.ones(3).zero_, sharded.flatten, torch.ones(3).zero_):
+            call()
+            counted.append(computing.written_back)
+        assert isinstance(sharded.to(torch.float64), DTensor) and computing.said == ["paused"]
+    assert counted == [0, 1, 2]
 
 
 def test_code_that_knows_shards_leaves_it_from_inside_of_other_modes(sharded: DTensor):
