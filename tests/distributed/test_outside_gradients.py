@@ -91,6 +91,29 @@ class AsksBeforeTheOptimizer(AsksWhatIsUnused):
         self.added()
 
 
+class Prototypes(Net):
+    """What a hook computes the next step compares with: a buffer, and an attribute."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("prototype", torch.zeros(3))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.prototype = self.net(X).mean(0)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x) + self.prototype, y)
+
+
+class PlainPrototypes(Prototypes):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.prototype
+
+
 class Energy(nn.Module):
     """Its forward differentiates: forces of positions."""
 
@@ -131,7 +154,8 @@ class Saliency(Net):
 
 
 REFUSED = [
-    *(Rehearses, AuxiliaryStep, SavesNothing, Asks, AsksWhatIsUnused, AsksByBackward, AsksBeforeTheOptimizer),
+    *(Rehearses, AuxiliaryStep, SavesNothing, Prototypes, PlainPrototypes),
+    *(Asks, AsksWhatIsUnused, AsksByBackward, AsksBeforeTheOptimizer),
 ]
 
 
