@@ -26,7 +26,7 @@ from lightning_autoparallel.torch_compat.autograd import final, gradients_held
 from lightning_autoparallel.torch_compat.dtensors import as_parameter_lies
 from lightning_autoparallel.torch_compat.interception import without_function_modes
 
-Refusal = Callable[[Tensor], None]
+Refusal = Callable[[Tensor], None]  # is given a leaf's gradient, and may raise
 Addend = Callable[[Tensor, DTensor], DTensor]  # a parameter and its reduced gradient -> as it is accumulated
 
 _AGAIN = f"the gradient of a parameter is differentiated again (create_graph=True): {OF_PARAMETERS}"
@@ -56,16 +56,12 @@ def mean_over_shards(gradient: Tensor, mesh: ParallelMesh) -> Tensor:
 class OwedGradients:
     """Pairs of a sharded parameter and a whole leaf in its place, in an order that is the same on all ranks.
 
-    A leaf lives as long as somebody computes with it, or a graph of autograd leads to it. While it is
-    ``refusing``, leaves get a hook that may refuse their gradients.
+    A leaf lives as long as somebody computes with it, or a graph of autograd leads to it. Made while ``refusing`` it
+    has a hook that may refuse its gradient.
     """
 
     def __init__(
-        self,
-        mesh: ParallelMesh,
-        control: ControlGroup,
-        backwards: BackwardCalls,
-        addend: Addend | None = None,
+        self, mesh: ParallelMesh, control: ControlGroup, backwards: BackwardCalls, addend: Addend | None = None
     ) -> None:
         self._mesh, self._control, self._backwards = mesh, control, backwards
         self._refuses: Refusal | None = None

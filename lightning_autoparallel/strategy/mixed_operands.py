@@ -49,7 +49,8 @@ class MixedOperands(TorchFunctionMode):
     ``inside`` is opened, and ahead of which ``asked`` looks at what they ask for.
 
     Raises:
-        CaptureError: of such a call autograd would have to follow parameters, which nothing would reduce.
+        CaptureError: autograd would have to follow parameters of such a call, whose gradients nothing would reduce, or
+            a backward asks for such.
         CheckpointError: a shard is saved as an object, by a rank.
     """
 
