@@ -67,6 +67,7 @@ from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimiz
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.seeds import Draws
+from lightning_autoparallel.pipeline.shared_leaves import check_shared_leaves
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
@@ -271,8 +272,7 @@ class StepEngine:
         rebuild: Callable[[list[Any]], Any],
         counters: Mapping[str, int],
         planned: StepRequest | None = None,  # what a plan was found for
-        ahead: list[Callable[[], Agreement]]
-        | None = None,  # takes how ranks agree where the step may run ahead of that
+        ahead: list[Callable[[], Agreement]] | None = None,  # takes how ranks agree on a step that may run before
     ) -> Variant:
         state = self._call_state(call) if call.local else self._module_state()
         key = (call.name, layout, state, frozenset(self._waiting(call)))
@@ -287,6 +287,7 @@ class StepEngine:
         agree(self._taken(call, known[index], found) if index < len(known) else None)
         if index == len(known):
             check_shared_rows(self.context, call, layout, leaves)
+            check_shared_leaves(self.context, call, layout, leaves, self.batch_dims)
             if self.context.found.is_due(self.context, call):
                 with errors_of_the_step(), generators_kept([]):
                     request = self.request(call, layout, leaves, rebuild, counters)
