@@ -282,12 +282,13 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
         # What was found for all calls of modules together is told with each of them.
         return replace(plan, notes=(*plan.notes, *answer.notes), solved=answer.solved)
     except InfeasiblePlanError as error:
-        if context.found.spec is None and not spec.found:
+        # Rules are found or written for the training step, and what they do not do for is told as that is planned.
+        is_found = context.found.spec is not None or spec.found
+        if not is_found and captured.has_backward and not context.planned[captured.name, spec]:
             raise
-        # Nobody wrote the rules: what was found for one step may not do for another.
         context.warn_once(
-            f"plan auto: {captured.name} computes with whole parameters, gathered where they are used, because it "
-            f"cannot with those that were cut for the training step ({error})"
+            f"plan {AUTO if is_found else spec.name}: {captured.name} computes with whole parameters, gathered where "
+            f"they are used, because it cannot with those that are cut for the training step ({error})"
         )
         return make_plan(captured, spec, context.mesh, context.warn, computes_whole=True)
 

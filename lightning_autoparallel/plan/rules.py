@@ -142,6 +142,14 @@ def convolution_backward_rule(call: OpCall) -> list[Row]:
     return [(outputs, (S(0), S(0), R))]
 
 
+@rule(aten._native_batch_norm_legit_no_training.default)
+def evaluated_batch_norm_rule(call: OpCall) -> list[Row]:
+    """Statistics are given: independent along every dim, and the channels' numbers are cut as channels are."""
+    x, *numbers = call.inputs
+    nothing = (R,) * (len(call.outputs) - 1)
+    return [((S(d), *nothing), (S(d), *(S(0) if d == 1 else R for _ in numbers))) for d in range(x.dim())]
+
+
 _SPATIAL_DIMS = {
     aten.reflection_pad1d.default: 1,
     aten.max_pool3d_with_indices.default: 3,

@@ -88,6 +88,11 @@ CONVOLUTIONS = [
     ),
 ]
 
+EVALUATED_NORMS = [
+    call(aten._native_batch_norm_legit_no_training.default, x(4, 8, 4), *numbers, x(8), x(8).abs() + 1, 0.1, 1e-5)
+    for numbers in ((x(8), x(8)), (None, None))
+]
+
 _IMAGE = x(4, 4, 8, 8)
 _VOLUME = x(4, 4, 4, 4, 4)
 _POOLED, _PLACES = aten.max_pool2d_with_indices.default(_IMAGE, [2, 2])
@@ -203,4 +208,4 @@ VIEWS = [
     call(aten.view.default, x(12, 4), [3, 16]),
 ]
 
-SAMPLES = [*REDUCTIONS, *FACTORIES, *CONVOLUTIONS, *SPATIAL, *ATTENTION, *INDEXED, *VIEWS]
+SAMPLES = [*REDUCTIONS, *FACTORIES, *CONVOLUTIONS, *EVALUATED_NORMS, *SPATIAL, *ATTENTION, *INDEXED, *VIEWS]

@@ -1,0 +1,68 @@
+"""Rules are for the training step: what comes later and cannot compute with their cuts is no end of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+from tests.distributed.jobs import Net, Validated, assert_equals_one_device, failure, train
+from tests.support.worlds import Worlds
+
+TP = {"tp": 2}
+COLUMNS, ROWS = {"tp": "S(0)"}, {"tp": "S(1)"}
+RULES = {"net.0.*": COLUMNS, "net.1.*": COLUMNS, "net.3.weight": ROWS}
+
+
+class Normed(Validated):
+    """A batch norm between the two cut layers, cut as they are, which validations evaluate."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": {"base": "fsdp", "rules": RULES}, "capture": "step"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 3))
+
+    def sums(self) -> Tensor:
+        """Sums down the columns of the weight, which nobody can make of its rows alone."""
+        return self.net[0].weight.cumsum(0).pow(2).mean()
+
+
+class LooksAtSums(Normed):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("sums", self.sums())
+
+
+class LearnsSumsLater(Normed):
+    """A term of the loss from the second epoch on."""
+
+    epochs = 2
+
+    def loss(self, batch: Any) -> Tensor:
+        later = self.training and self.current_epoch
+        return super().loss(batch) + (0.1 * self.sums() if later else 0.0)
+
+
+class LearnsSums(Normed):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.sums()
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"), [(Normed, None), (LooksAtSums, "validation_step"), (LearnsSumsLater, "training_step")]
+)
+def test_it_computes_with_whole_parameters_and_says_so(kind: type[Net], step: str | None, worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, kind, TP)
+
+    assert_equals_one_device(outcomes, train(kind, None))
+    told = [said for said in outcomes[0].warnings if "computes with whole parameters" in said]
+    assert len(told) == (step is not None)
+    assert all(said.startswith(f"plan fsdp with 3 rules: {step}") and "aten.cumsum.default" in said for said in told)
+
+
+def test_rules_that_do_not_fit_the_training_step_are_told_before_it(worlds: Worlds) -> None:
+    for message, _ in worlds(2).run(failure, LearnsSums, TP):
+        assert message.startswith("InfeasiblePlanError: aten.cumsum.default in the step itself")
