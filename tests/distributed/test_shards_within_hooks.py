@@ -107,6 +107,16 @@ class LogsCopies(LogsNumbers):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
 
 
+class ReducesCopies(Writes):
+    """What is reduced of a copy is another tensor than the copy."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp"}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        reduced = self.trainer.strategy.reduce(self.net[0].weight.detach(), reduce_op="sum")
+        self.seen.append(reduced / self.trainer.world_size)
+
+
 class LogsForward(LogsNumbers):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "capture": "forward"}
 
@@ -119,7 +129,7 @@ def _metrics(outcome: Outcome) -> dict[str, float]:
     return {name: value for name, value in outcome.metrics.items() if name != "rows"}
 
 
-@pytest.mark.parametrize("kind", [Writes, Saves, LoadsItsOptimizer, Lists, LogsNumbers, LogsCopies])
+@pytest.mark.parametrize("kind", [Writes, Saves, LoadsItsOptimizer, Lists, LogsNumbers, LogsCopies, ReducesCopies])
 def test_hooks_find_what_they_find_on_one_device(kind: type[Net], worlds: Worlds) -> None:
     alone = train(kind, None)
     outcomes = worlds(2).run(train, kind, MESH)
