@@ -17,6 +17,7 @@ from lightning_autoparallel.pipeline.agreement import (
     check_same_rows,
 )
 from lightning_autoparallel.pipeline.compared_steps import compare_step
+from lightning_autoparallel.pipeline.shared_leaves import check_shared_leaves
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.step_calls import StepCall
 
@@ -99,19 +100,24 @@ def _state_text(layout: BatchLayout, state: Any) -> str:
     return repr((state, layout.same, sorted(layout.sharing)))
 
 
-def check_shared_rows(
-    context: StageContext, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]
+def check_new_batch(
+    context: StageContext,
+    call: StepCall,
+    layout: BatchLayout,
+    leaves: Sequence[tuple[str, Any]],
+    batch_dims: int | Mapping[str, int | None] | None,
 ) -> None:
-    """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
+    """Once per kind of batch: ranks of one batch shard hold the same rows, and what all shards share is no rows.
 
     What a module hands to the next carries a gradient; it may differ in the last bit.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: ranks that other axes than dp_* tell apart hold different rows.
+        CaptureError: a leaf that ``batch_dims`` does not name is as long as the rows, but shared.
     """
     mesh = context.mesh
-    if mesh.device_mesh.size() == mesh.data_parallel_size:
-        return
-    batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
-    digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
-    check_same_rows(context.control, mesh.data_parallel_rank, digests)
+    if mesh.device_mesh.size() != mesh.data_parallel_size:
+        batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
+        digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
+        check_same_rows(context.control, mesh.data_parallel_rank, digests)
+    check_shared_leaves(context, call, layout, leaves, batch_dims)

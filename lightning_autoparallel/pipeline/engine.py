@@ -56,7 +56,7 @@ from lightning_autoparallel.errors import (
     ConfigError,
     TooManyCapturesError,
 )
-from lightning_autoparallel.pipeline.agreed_calls import Agreement, Taken, check_agreement, check_shared_rows
+from lightning_autoparallel.pipeline.agreed_calls import Agreement, Taken, check_agreement, check_new_batch
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.buffers import AgreedBuffers
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
@@ -67,7 +67,6 @@ from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimiz
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.seeds import Draws
-from lightning_autoparallel.pipeline.shared_leaves import check_shared_leaves
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
@@ -286,8 +285,7 @@ class StepEngine:
         agree = partial(check_agreement, self.context, call, layout, leaves, index, state)
         agree(self._taken(call, known[index], found) if index < len(known) else None)
         if index == len(known):
-            check_shared_rows(self.context, call, layout, leaves)
-            check_shared_leaves(self.context, call, layout, leaves, self.batch_dims)
+            check_new_batch(self.context, call, layout, leaves, self.batch_dims)
             if self.context.found.is_due(self.context, call):
                 with errors_of_the_step(), generators_kept([]):
                     request = self.request(call, layout, leaves, rebuild, counters)
