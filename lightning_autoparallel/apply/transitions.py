@@ -106,11 +106,22 @@ def _all_to_all(
 ) -> fx.Node:
     """Cut the local part by the target, send each piece to its owner, and join the received ones by the source."""
     pieces = parts_of(shape, local_shape(shape, step.before, axes), step.after, step.positions, axes)
-    flat = emitter.view(pieces.separate(emitter, node), [pieces.ranks * math.prod(pieces.part)])
-    equal = [math.prod(pieces.part)] * step.axis.size
-    received = emitter.call(collectives.ALL_TO_ALL, flat, equal, equal, step.axis.group_name)
+    received = _exchange(emitter, pieces.separate(emitter, node), math.prod(pieces.part), step.axis)
     joined = parts_of(shape, local_shape(shape, step.after, axes), step.before, step.positions, axes)
-    return joined.join(emitter, emitter.call(collectives.WAIT, received))
+    return joined.join(emitter, received)
+
+
+def _exchange(emitter: GraphEmitter, node: fx.Node, count: int, axis: PlanAxis) -> fx.Node:
+    """``count`` values for each rank of the axis; complex ones, which no backend exchanges, as two real ones each."""
+    is_complex = node.meta["val"].is_complex()
+    if is_complex:
+        node, count = emitter.call(aten.view_as_real.default, emitter.call(aten.resolve_conj.default, node)), 2 * count
+    equal = [count] * axis.size
+    sent = emitter.view(node, [count * axis.size])
+    received = emitter.call(collectives.WAIT, emitter.call(collectives.ALL_TO_ALL, sent, equal, equal, axis.group_name))
+    if not is_complex:
+        return received
+    return emitter.call(aten.view_as_complex.default, emitter.view(received, [count * axis.size // 2, 2]))
 
 
 def _spread(
