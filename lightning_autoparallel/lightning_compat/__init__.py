@@ -198,6 +198,11 @@ def _caller(is_wanted: Callable[[FrameType], bool]) -> FrameType | None:
     return frame
 
 
+def keep_samplers(trainer: Trainer) -> None:
+    """Loaders keep the samplers that they were made with: Lightning's own would shuffle rows in training."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def injected_samplers() -> tuple[type, ...]:
     """What Lightning shares rows out over ranks with."""
     return (

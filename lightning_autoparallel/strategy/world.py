@@ -27,6 +27,7 @@ from lightning_autoparallel.lightning_compat import (
     distributed_is_initialized,
     init_process_group,
     is_called_by_loop,
+    keep_samplers,
     pl_worker_init_function,
     rank_zero_only,
     rank_zero_warn,
@@ -76,7 +77,8 @@ class WorldStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether there are several ranks: Lightning then gives each its rows, in an order that all of them know.
 
-        A single one has the rows in the order, and the tuners, of one device.
+        A single one has the rows in the order, and the tuners, of one device. Ranks of which none has rows of its own
+        (``{"tp": 2}``) have the order of one device, too.
         """
         return self.world_size > 1
 
@@ -151,6 +153,8 @@ class WorldStrategy(ParallelStrategy):
             self._shared_rows.begin()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.device_mesh
+        if self._shared_rows is not None and self._mesh.data_parallel_size == 1:
+            keep_samplers(self.lightning_module.trainer)
 
     def leave_world(self, well: bool) -> None:
         """What began with ``setup_environment`` ends; it went ``well``, or others are to be told that it did not."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.jobs import assert_equals_one_device, train
 from tests.distributed.test_tensor_parallel_lightning import MESH, Split
@@ -165,3 +166,26 @@ def of_seeded_workers(workers: bool) -> Any:
 def test_workers_are_seeded_by_batch_shard(worlds: Worlds) -> None:
     assert [init.keywords for init in worlds(4).run(of_seeded_workers, True)] == [{"rank": n} for n in (0, 0, 1, 1)]
     assert worlds(4).run(of_seeded_workers, False) == [None] * 4
+
+
+class InOrder(Split):
+    """A loader of rows that the Trainer may give a sampler: of one batch shard they keep the order of one device."""
+
+    shuffle: ClassVar[bool] = False
+    trainer_options: ClassVar[Mapping[str, Any]] = {"use_distributed_sampler": True}
+
+    def loader(self, rank: int, shards: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(4)
+        x, y = torch.randn(24, 6, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=self.shuffle)
+
+
+class Shuffled(InOrder):
+    """By torch's generator, which the test has seeded."""
+
+    shuffle = True
+
+
+@pytest.mark.parametrize("kind", [InOrder, Shuffled])
+def test_rows_come_in_the_order_of_one_device(kind: type[Split], worlds: Worlds) -> None:
+    assert_equals_one_device(worlds(2).run(train, kind, TP), train(kind, None))
