@@ -48,6 +48,7 @@ from lightning_autoparallel.plan import (
     read_plan,
     restore_plan,
 )
+from lightning_autoparallel.plan.local import local_spec
 from lightning_autoparallel.torch_compat.collectives import group_place
 
 
@@ -274,8 +275,9 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     found = context.found.plan_of(captured, context.config.plan, context.mesh)
     if found is not None:
         return found
+    written = _rules_that_match(spec, captured, context)
     try:
-        plan = make_plan(captured, spec, context.mesh, context.warn)
+        plan = make_plan(captured, written, context.mesh, context.warn)
         answer = context.found.answer
         if not captured.local or answer is None:
             return plan
@@ -290,7 +292,17 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
             f"plan {AUTO if is_found else spec.name}: {captured.name} computes with whole parameters, gathered where "
             f"they are used, because it cannot with those that are cut for the training step ({error})"
         )
-        return make_plan(captured, spec, context.mesh, context.warn, computes_whole=True)
+        return make_plan(captured, written, context.mesh, context.warn, computes_whole=True)
+
+
+def _rules_that_match(spec: PlanSpec, captured: CapturedGraph, context: StageContext) -> PlanSpec:
+    """``spec``, once it has planned a step without the rules of weights that hooks have tied to others since."""
+    names = {i.name: i for i in captured.inputs if i.kind == "parameter"}
+    matching = spec if captured.local or not context.planned.total() else local_spec(spec, names)
+    for rule in spec.rules:
+        if rule not in matching.rules:
+            context.warn_once(f"autoparallel: rule '{rule.key}' matches no parameter any more: it is left out")
+    return matching
 
 
 def _tell_of_recomputing(spec: PlanSpec, context: StageContext) -> None:

@@ -66,3 +66,29 @@ def test_it_computes_with_whole_parameters_and_says_so(kind: type[Net], step: st
 def test_rules_that_do_not_fit_the_training_step_are_told_before_it(worlds: Worlds) -> None:
     for message, _ in worlds(2).run(failure, LearnsSums, TP):
         assert message.startswith("InfeasiblePlanError: aten.cumsum.default in the step itself")
+
+
+class TiedLater(Normed):
+    """A hook ties two weights, each of which a rule names."""
+
+    epochs = 2
+    strategy: ClassVar[Mapping[str, Any]] = {
+        "plan": {"base": "fsdp", "rules": {"net.0.weight": ROWS, "net.2.weight": ROWS}},
+        "capture": "step",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def on_train_epoch_start(self):
+        if self.current_epoch:
+            self.net[2].weight = self.net[0].weight
+
+
+def test_a_rule_of_a_weight_that_is_tied_to_another_has_no_say(worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, TiedLater, TP)
+
+    assert_equals_one_device(outcomes, train(TiedLater, None))
+    (told,) = [said for said in outcomes[0].warnings if "'net.2.weight'" in said]
+    assert "matches no parameter any more" in told
