@@ -152,7 +152,7 @@ class StepEngine:
         plan, mesh = self.context.plan, self.context.mesh
         axes = plan_axes(plan, mesh)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
-        placements = place_parameters(plan, shapes, axes, self.context.warn)
+        placements = place_parameters(self.context.matching_plan(shapes), shapes, axes, self.context.warn)
         storage = {name: placement.storage for name, placement in placements.items()}
         return parameter_layouts(self.module, mesh.mesh_of(axes), axes, storage)
 

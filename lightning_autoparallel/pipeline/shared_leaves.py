@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.step_calls import StepCall
 
 _BITS = 40.0  # that values have to tell, lest shards hold equal ones by chance
-_BITS_OF_A_NUMBER = 8.0  # for each different number that needs more than bfloat16's digits
+_BITS_OF_A_NUMBER = 8.0  # of each different one that is not whole, and needs more than bfloat16's digits
 _SAMPLED = 4096  # values that are looked at
 
 
@@ -51,7 +52,8 @@ def check_shared_leaves(
 
 
 def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested and leaf.numel() > 0
+    is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_meta)
+    return is_plain and leaf.numel() > 0
 
 
 def _is_named(path: str, batch_dims: int | Mapping[str, int | None] | None) -> bool:
@@ -62,20 +64,26 @@ def _is_named(path: str, batch_dims: int | Mapping[str, int | None] | None) -> b
 def is_telling(leaf: Tensor) -> bool:
     """Whether rows of such values would hardly be the same on two ranks: no masks, no few labels, no constants.
 
-    Counted are the bits of their empirical entropy, and more for numbers that nobody has written by hand.
+    Counted are the bits of their empirical entropy, and of each different value: of a whole number as many as it needs.
     """
-    values = _sampled(leaf)
+    try:
+        values = _sampled(leaf)
+    except NotImplementedError:  # bits in a dtype that torch does not compute with
+        return False
     if bool((values == values[:1]).all()):
         return False
     different, counts = values.unique(return_counts=True)
     if len(different) < 3:
         return False
-    if leaf.dim() == 1 and torch.equal(values.flatten(), torch.arange(len(leaf), dtype=values.dtype)):
-        return True  # positions of rows, in order
+    positions = torch.arange(len(values), dtype=values.dtype, device=values.device)
+    if leaf.dim() == 1 and torch.equal(values.flatten(), positions):
+        return True  # of rows, in order
     shares = counts / counts.sum()
     entropy = float(counts.sum() * -(shares * shares.log2()).sum())
-    numbers = int((different != different.bfloat16()).sum()) if leaf.is_floating_point() else 0
-    return entropy + _BITS_OF_A_NUMBER * numbers >= _BITS
+    is_whole = different == different.round()
+    whole_bits = float(different[is_whole].abs().log1p().sum() / math.log(2))
+    drawn = int((different != different.bfloat16())[~is_whole].sum())
+    return entropy + whole_bits + _BITS_OF_A_NUMBER * drawn >= _BITS
 
 
 def _sampled(leaf: Tensor) -> Tensor:

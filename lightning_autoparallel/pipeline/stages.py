@@ -81,6 +81,18 @@ class StageContext:
         return self.found.in_force(self.config.plan, self.mesh)
 
     @property
+    def has_planned(self) -> bool:
+        """Whether rules have been held against the module: what they miss later has been tied to another weight."""
+        return self.planned.total() > 0
+
+    def matching_plan(self, parameters: Mapping[str, object]) -> PlanSpec:
+        """The plan in force, without the rules that miss all ``parameters``; a plan that is new must have none."""
+        matching = local_spec(self.plan, parameters) if self.has_planned else self.plan
+        for rule in [rule for rule in self.plan.rules if rule not in matching.rules]:
+            self.warn_once(f"autoparallel: rule '{rule.key}' matches no parameter any more: it is left out")
+        return matching
+
+    @property
     def checkpointing(self) -> str | CheckpointFunction:
         """What backwards recompute where no plan is found: for ``auto`` what that of a file does, else all blocks."""
         policy = self.config.activation_checkpointing
@@ -275,9 +287,10 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     found = context.found.plan_of(captured, context.config.plan, context.mesh)
     if found is not None:
         return found
-    written = _rules_that_match(spec, captured, context)
+    if not captured.local:
+        context.matching_plan({given.name: given for given in captured.inputs if given.kind == "parameter"})
     try:
-        plan = make_plan(captured, written, context.mesh, context.warn)
+        plan = make_plan(captured, spec, context.mesh, context.warn, may_miss=context.has_planned)
         answer = context.found.answer
         if not captured.local or answer is None:
             return plan
@@ -286,23 +299,14 @@ def _plan(captured: CapturedGraph, context: StageContext) -> ShardingPlan:
     except InfeasiblePlanError as error:
         # Rules are found or written for the training step, and what they do not do for is told as that is planned.
         is_found = context.found.spec is not None or spec.found
-        if not is_found and captured.has_backward and not context.planned[captured.name, spec]:
+        is_first = captured.has_backward and not captured.local and not context.planned[captured.name, spec]
+        if is_first and not is_found:
             raise
         context.warn_once(
             f"plan {AUTO if is_found else spec.name}: {captured.name} computes with whole parameters, gathered where "
             f"they are used, because it cannot with those that are cut for the training step ({error})"
         )
-        return make_plan(captured, written, context.mesh, context.warn, computes_whole=True)
-
-
-def _rules_that_match(spec: PlanSpec, captured: CapturedGraph, context: StageContext) -> PlanSpec:
-    """``spec``, once it has planned a step without the rules of weights that hooks have tied to others since."""
-    names = {i.name: i for i in captured.inputs if i.kind == "parameter"}
-    matching = spec if captured.local or not context.planned.total() else local_spec(spec, names)
-    for rule in spec.rules:
-        if rule not in matching.rules:
-            context.warn_once(f"autoparallel: rule '{rule.key}' matches no parameter any more: it is left out")
-    return matching
+        return make_plan(captured, spec, context.mesh, context.warn, computes_whole=True, may_miss=context.has_planned)
 
 
 def _tell_of_recomputing(spec: PlanSpec, context: StageContext) -> None:

@@ -31,7 +31,7 @@ def own_values(graph: fx.Graph) -> dict[fx.Node, Candidate]:
 
 
 def local_spec(spec: PlanSpec, parameters: Mapping[str, object]) -> PlanSpec:
-    """``spec`` without the rules of parameters that a module call does not read."""
+    """``spec`` without the rules of parameters that are not there: a module call does not read all."""
     rules = tuple(
         rule for rule in spec.rules if rule.is_edge or any(fnmatchcase(name, rule.pattern) for name in parameters)
     )

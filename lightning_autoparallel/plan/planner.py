@@ -117,6 +117,7 @@ def make_plan(
     room_bytes: float = math.inf,
     computes_whole: bool = False,
     explains: bool = False,
+    may_miss: bool = False,
 ) -> ShardingPlan:
     """A placement for every node of ``captured``: what ``make_plans``, where arguments are told, has first.
 
@@ -124,7 +125,9 @@ def make_plan(
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
         InfeasiblePlanError: something computes with a parameter that its rule cuts, but has no way to do it.
     """
-    return make_plans(captured, plan, mesh, warn, costs, room_bytes, computes_whole, explains, False)[0]
+    return make_plans(
+        captured, plan, mesh, warn, costs, room_bytes, computes_whole, explains, with_others=False, may_miss=may_miss
+    )[0]
 
 
 def make_plans(
@@ -140,6 +143,7 @@ def make_plans(
     activations: Activations = _NONE,
     state: OptimizerState = ADAMW,
     gathered_again: bool = True,
+    may_miss: bool = False,
 ) -> tuple[ShardingPlan, ...]:
     """A placement for every node of ``captured``; ``costs`` are what ``auto`` finds it by.
 
@@ -148,7 +152,8 @@ def make_plans(
     Of what it finds, parameters with their gradients and the ``state`` of their optimizers, the ``activations`` that
     the backward reads, and what is gathered for a block at a time, have ``room_bytes`` on a rank. Parameters are
     ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole`` gathers every
-    parameter that it uses, whatever rules say of how to compute with it. What was found ``explains`` itself if that is
+    parameter that it uses, whatever rules say of how to compute with it. Rules ``may_miss``, or each has to match a
+    parameter; those of a local program may always. What was found ``explains`` itself if that is
     asked for, which keeps all that there was to choose from.
 
     Raises:
@@ -160,7 +165,7 @@ def make_plans(
     assert not (computes_whole and spec.base == AUTO)
     placeholders = dict(zip(captured.graph_module.graph.find_nodes(op="placeholder"), captured.inputs, strict=True))
     shapes = {i.name: tuple(n.meta["val"].shape) for n, i in placeholders.items() if i.kind == "parameter"}
-    placed = place_parameters(local_spec(spec, shapes) if captured.local else spec, shapes, axes)
+    placed = place_parameters(local_spec(spec, shapes) if captured.local or may_miss else spec, shapes, axes)
     if computes_whole:
         placed = {name: replace(one, compute=(Replicate(),) * len(axes)) for name, one in placed.items()}
     planning = _Planning(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,24 @@ class SharedRows:
             raise other_place(self._control.gather(place))
         if not alike:
             self._generators.set(self._control.told_by_first_of_shard(self._generators.states()))
+
+    def follow(self, generators: Sequence[torch.Generator]) -> None:
+        """The same of generators that a loader was given.
+
+        Raises:
+            OtherRankError: ranks have come to different places.
+        """
+        if not generators:
+            return
+        states = [generator.get_state() for generator in generators]
+        place = f"random numbers of a loader's {len(states)} generators"
+        alike = self._control.agrees_in_shards(place, " ".join(fingerprint(state) for state in states))
+        if alike is None:
+            raise other_place(self._control.gather(place))
+        if not alike:
+            told = self._control.told_by_first_of_shard(states)
+            for generator, state in zip(generators, told, strict=True):
+                generator.set_state(state)
 
     @contextlib.contextmanager
     def followed_behind(self, hook: str) -> Iterator[None]:

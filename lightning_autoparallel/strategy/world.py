@@ -244,6 +244,10 @@ class WorldStrategy(ParallelStrategy):
         if self._shared_rows is None:
             return dataloader
         self._shared_rows.follow_generators()
+        if isinstance(dataloader, DataLoader):
+            drawing = (dataloader, dataloader.sampler, dataloader.batch_sampler)
+            given = dict.fromkeys(getattr(each, "generator", None) for each in drawing)
+            self._shared_rows.follow([each for each in given if isinstance(each, torch.Generator)])
         is_asked = bool(int(os.environ.get("PL_SEED_WORKERS", 0)))  # seed_everything(workers=True)
         if is_asked and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self._batch_shard()[0])

@@ -6,9 +6,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from tests.distributed.jobs import Net, Validated, assert_equals_one_device, failure, train
+from tests.distributed.jobs import (
+    Net,
+    Validated,
+    assert_equals_one_device,
+    failure,
+    make_strategy,
+    make_trainer,
+    train,
+)
 from tests.support.worlds import Worlds
 
 TP = {"tp": 2}
@@ -86,9 +95,34 @@ class TiedLater(Normed):
             self.net[2].weight = self.net[0].weight
 
 
-def test_a_rule_of_a_weight_that_is_tied_to_another_has_no_say(worlds: Worlds) -> None:
-    outcomes = worlds(2).run(train, TiedLater, TP)
+class LastRuleTied(TiedLater):
+    """No other rule names the axis."""
 
-    assert_equals_one_device(outcomes, train(TiedLater, None))
+    strategy: ClassVar[Mapping[str, Any]] = {
+        "plan": {"base": "fsdp", "rules": {"net.2.weight": ROWS}},
+        "capture": "step",
+    }
+
+
+def fitted_twice(kind: type[Net]) -> int:
+    """The epochs that a second fit comes to, of a module whose weights the first has tied."""
+    torch.manual_seed(0)
+    module = kind()
+    trainer = make_trainer(make_strategy(TP, kind.strategy), 2, max_epochs=2)
+    trainer.fit(module, module.loader(0, 1))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, module.loader(0, 1))
+    return trainer.current_epoch
+
+
+@pytest.mark.parametrize("kind", [TiedLater, LastRuleTied])
+def test_a_rule_of_a_weight_that_is_tied_to_another_has_no_say(kind: type[Net], worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, kind, TP)
+
+    assert_equals_one_device(outcomes, train(kind, None))
     (told,) = [said for said in outcomes[0].warnings if "'net.2.weight'" in said]
     assert "matches no parameter any more" in told
+
+
+def test_tied_weights_are_fitted_again(worlds: Worlds) -> None:
+    assert worlds(2).run(fitted_twice, TiedLater) == [3, 3]

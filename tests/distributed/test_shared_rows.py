@@ -186,6 +186,15 @@ class Shuffled(InOrder):
     shuffle = True
 
 
-@pytest.mark.parametrize("kind", [InOrder, Shuffled])
+class ShuffledByItsOwn(InOrder):
+    """By a generator that the loader was given, which stands elsewhere on each rank."""
+
+    def loader(self, rank: int, shards: int) -> DataLoader:
+        dataset = super().loader(rank, shards).dataset
+        generator = torch.Generator().manual_seed(7 + rank_of_process())
+        return DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("kind", [InOrder, Shuffled, ShuffledByItsOwn])
 def test_rows_come_in_the_order_of_one_device(kind: type[Split], worlds: Worlds) -> None:
     assert_equals_one_device(worlds(2).run(train, kind, TP), train(kind, None))

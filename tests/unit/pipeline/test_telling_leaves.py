@@ -24,6 +24,9 @@ def drawn(*shape: int) -> Tensor:
         drawn(32, 64).bfloat16(),
         torch.arange(3),
         torch.arange(4.0),
+        torch.tensor([[10, 13], [16, 30], [33, 23], [30, 61]]),  # sizes of boxes
+        torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]),  # which graph a node is of
+        drawn(8, 2).to(torch.float8_e4m3fn),
     ],
 )
 def test_numbers_that_hardly_come_twice_tell(leaf: Tensor) -> None:
@@ -41,6 +44,9 @@ def test_numbers_that_hardly_come_twice_tell(leaf: Tensor) -> None:
         torch.tensor([0.1, 0.9, 0.5, 0.1]),  # written by hand
         torch.tensor([512] * 62 + [100, 7]),  # lengths
         torch.full((4, 4), torch.nan),
+        torch.tensor([37, 52, 41, 60]),
+        torch.eye(4),
+        torch.empty(4, 8, dtype=torch.bits8),
     ],
 )
 def test_what_ranks_may_have_alike_by_chance_does_not(leaf: Tensor) -> None:
