@@ -18,6 +18,7 @@ from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.lightning_tools import syncs_norms
 from lightning_autoparallel.strategy.metrics import MetricScopes
+from lightning_autoparallel.strategy.own_collectives import OwnCollectives
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.shared_losses import SharedLosses
 
@@ -49,6 +50,7 @@ class ForwardSteps:
         self.calls = ModuleCalls(engine, self, names, syncs_norms(trainer))
         self._buffers, self._has_run = SharedBuffers(module, engine.context), False
         self._losses = SharedLosses(engine.context.control, warn)
+        self._collectives = OwnCollectives(engine.context.control, warn)
 
     def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int], rows: RowsOfBatch) -> Any:
         """One real step.
@@ -66,7 +68,8 @@ class ForwardSteps:
         try:
             self._engine.check_parameters()
             counting = counting_once(self._module, rows, self._scopes)
-            with self.calls.running(), getattr(plugin, PRECISION_CONTEXTS[name])(), counting:
+            precision = getattr(plugin, PRECISION_CONTEXTS[name])()
+            with self._collectives.watched(name), self.calls.running(), precision, counting:
                 output = getattr(self._module, name)(*args)
         except OtherRankError:
             raise

@@ -25,6 +25,13 @@ def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str 
     return None if found is None else str(found)
 
 
+def launched_by_default() -> int:
+    """Collectives started so far on the group that torch takes where none is given."""
+    world = dist.group.WORLD
+    assert world is not None
+    return launched_collectives(world.group_name)
+
+
 def all_launched_collectives() -> int:
     """Collectives started so far on any process group that this process is in, by the groups' own counters."""
     return sum(launched_collectives(name) for name in _world.pg_names.values())
