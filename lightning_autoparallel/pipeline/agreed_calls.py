@@ -17,7 +17,6 @@ from lightning_autoparallel.pipeline.agreement import (
     check_same_rows,
 )
 from lightning_autoparallel.pipeline.compared_steps import compare_step
-from lightning_autoparallel.pipeline.shared_leaves import check_shared_leaves
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.pipeline.step_calls import StepCall
 
@@ -100,24 +99,19 @@ def _state_text(layout: BatchLayout, state: Any) -> str:
     return repr((state, layout.same, sorted(layout.sharing)))
 
 
-def check_new_batch(
-    context: StageContext,
-    call: StepCall,
-    layout: BatchLayout,
-    leaves: Sequence[tuple[str, Any]],
-    batch_dims: int | Mapping[str, int | None] | None,
+def check_shared_rows(
+    context: StageContext, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]
 ) -> None:
-    """Once per kind of batch: ranks of one batch shard hold the same rows, and what all shards share is no rows.
+    """Once per kind of batch: ranks that other axes than dp_* tell apart hold the same rows.
 
     What a module hands to the next carries a gradient; it may differ in the last bit.
 
     Raises:
-        ConfigError: ranks that other axes than dp_* tell apart hold different rows.
-        CaptureError: a leaf that ``batch_dims`` does not name is as long as the rows, but shared.
+        ConfigError: they do not.
     """
     mesh = context.mesh
-    if mesh.device_mesh.size() != mesh.data_parallel_size:
-        batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
-        digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
-        check_same_rows(context.control, mesh.data_parallel_rank, digests)
-    check_shared_leaves(context, call, layout, leaves, batch_dims)
+    if mesh.device_mesh.size() == mesh.data_parallel_size:
+        return
+    batched = {leaf.path for leaf in layout.tensors if leaf.batched or (call.local and not leaf.requires_grad)}
+    digests = {path: digest(leaf) for path, leaf in leaves if path in batched}
+    check_same_rows(context.control, mesh.data_parallel_rank, digests)

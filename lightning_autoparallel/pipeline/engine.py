@@ -51,12 +51,8 @@ from lightning_autoparallel.capture import (
 )
 from lightning_autoparallel.capture.randomness import generators_kept
 from lightning_autoparallel.contracts import CompiledStep, PlanReport
-from lightning_autoparallel.errors import (
-    CaptureError,
-    ConfigError,
-    TooManyCapturesError,
-)
-from lightning_autoparallel.pipeline.agreed_calls import Agreement, Taken, check_agreement, check_new_batch
+from lightning_autoparallel.errors import CaptureError, ConfigError, TooManyCapturesError
+from lightning_autoparallel.pipeline.agreed_calls import Agreement, Taken, check_agreement, check_shared_rows
 from lightning_autoparallel.pipeline.backward_calls import BackwardCalls
 from lightning_autoparallel.pipeline.buffers import AgreedBuffers
 from lightning_autoparallel.pipeline.deferred_gradients import DeferredGradients
@@ -67,6 +63,7 @@ from lightning_autoparallel.pipeline.optimizer_state import names_by_id, optimiz
 from lightning_autoparallel.pipeline.plan_of_calls import context_of
 from lightning_autoparallel.pipeline.ready_step import ReadyStep
 from lightning_autoparallel.pipeline.seeds import Draws
+from lightning_autoparallel.pipeline.shared_leaves import SharedLeaves
 from lightning_autoparallel.pipeline.stages import StageContext, build_step
 from lightning_autoparallel.pipeline.step_calls import (
     Around,
@@ -116,7 +113,7 @@ class StepEngine:
 
     def __post_init__(self) -> None:
         self.deferred = DeferredGradients(self.module, self.context, self.device, self.reports)
-        self.ahead = StepsAhead(self)
+        self.ahead, self.shared = StepsAhead(self), SharedLeaves(self.context, self.batch_dims)
 
     @property
     def constants(self) -> list[Tensor]:
@@ -278,14 +275,17 @@ class StepEngine:
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
-        if ahead is not None and index < len(known) and self.ahead.may((key, index)):
+        is_watched = index == len(known) or self.shared.are_watched(call, layout)
+        if ahead is not None and not is_watched and self.ahead.may((key, index)):
             taken = self._taken(call, known[index], found)
             ahead.append(partial(self.ahead.begin, call, layout, leaves, index, state, taken))
             return known[index]
         agree = partial(check_agreement, self.context, call, layout, leaves, index, state)
         agree(self._taken(call, known[index], found) if index < len(known) else None)
+        if is_watched:
+            self.shared.check(call, layout, leaves)
         if index == len(known):
-            check_new_batch(self.context, call, layout, leaves, self.batch_dims)
+            check_shared_rows(self.context, call, layout, leaves)
             if self.context.found.is_due(self.context, call):
                 with errors_of_the_step(), generators_kept([]):
                     request = self.request(call, layout, leaves, rebuild, counters)

@@ -19,36 +19,46 @@ from lightning_autoparallel.pipeline.step_calls import StepCall
 _BITS = 40.0  # that values have to tell, lest shards hold equal ones by chance
 _BITS_OF_A_NUMBER = 8.0  # of each different one that is not whole, and needs more than bfloat16's digits
 _SAMPLED = 4096  # values that are looked at
+_LOOKS = 8  # batches of a kind that are looked at, while a leaf is alike without telling anything
 
 
-def check_shared_leaves(
-    context: StageContext,
-    call: StepCall,
-    layout: BatchLayout,
-    leaves: Sequence[tuple[str, Any]],
-    batch_dims: int | Mapping[str, int | None] | None,
-) -> None:
-    """Once per kind of batch: what is as long as the batch only by chance (4 anchors beside 4 rows) is no rows.
+class SharedLeaves:
+    """Looks at the first batches of a kind: what is as long as they are only by chance (4 anchors beside 4 rows)."""
 
-    Raises:
-        CaptureError: on all ranks, if a leaf that ``batch_dims`` does not name has the same values on all batch shards,
-            and another has not. A step that runs as it is written takes it for what it is.
-    """
-    if context.control.alone or call.local or call.common or context.mesh.data_parallel_size == 1:
-        return
-    batched = {leaf.path for leaf in layout.tensors if leaf.batched}
-    rows = {path: leaf for path, leaf in leaves if path in batched and _is_plain(leaf)}
-    everyone = context.control.gather({path: (fingerprint(leaf), is_telling(leaf)) for path, leaf in rows.items()})
-    alike = [path for path in rows if len({theirs.get(path) for theirs in everyone}) == 1]
-    if len(alike) == len(rows):  # one batch for all ranks, or one leaf
-        return
-    for path in alike:
-        if everyone[0][path][1] and not _is_named(path, batch_dims):
+    def __init__(self, context: StageContext, batch_dims: int | Mapping[str, int | None] | None) -> None:
+        self._context, self._batch_dims = context, batch_dims
+        self._left: dict[Any, int] = {}  # batches of a kind that are looked at yet; equal on all ranks
+
+    def are_watched(self, call: StepCall, layout: BatchLayout) -> bool:
+        """Whether batches of this kind have leaves that are alike, but may be so by chance."""
+        return self._left.get((call.name, layout), 0) > 0
+
+    def check(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
+        """Compare the leaves that are taken for rows; all ranks come with one kind of batch.
+
+        Raises:
+            CaptureError: on all ranks, if one that ``batch_dims`` does not name has the same values on all batch
+                shards, and another has not. A step that runs as it is written takes it for what it is.
+        """
+        control, kind = self._context.control, (call.name, layout)
+        if control.alone or call.local or call.common or self._context.mesh.data_parallel_size == 1:
+            return
+        batched = {leaf.path for leaf in layout.tensors if leaf.batched}
+        rows = {path: leaf for path, leaf in leaves if path in batched and _is_plain(leaf)}
+        everyone = control.gather({path: (fingerprint(leaf), is_telling(leaf)) for path, leaf in rows.items()})
+        alike = [path for path in rows if len({theirs.get(path) for theirs in everyone}) == 1]
+        doubtful = [path for path in alike if not _is_named(path, self._batch_dims)]
+        if len(alike) == len(rows):  # one batch for all ranks, or one leaf
+            doubtful = []
+        left = self._left.pop(kind, _LOOKS) - 1
+        for path in [path for path in doubtful if everyone[0][path][1]]:
             raise CaptureError(
                 f"batch leaf '{path}' of shape {list(rows[path].shape)} is as long as the rank's rows, but all ranks "
                 f"have the same values in it, and other rows: if they share it, set batch_dims={{'{path}': None}}; if "
                 f"these are rows, batch_dims={{'{path}': 0}}"
             )
+        if any(rows[path].dtype is not torch.bool for path in doubtful):
+            self._left[kind] = left
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -62,7 +72,7 @@ def _is_named(path: str, batch_dims: int | Mapping[str, int | None] | None) -> b
 
 
 def is_telling(leaf: Tensor) -> bool:
-    """Whether rows of such values would hardly be the same on two ranks: no masks, no few labels, no constants.
+    """Whether rows of such values would hardly be the same on two ranks: no masks of padding, few labels, constants.
 
     Counted are the bits of their empirical entropy, and of each different value: of a whole number as many as it needs.
     """
@@ -73,8 +83,8 @@ def is_telling(leaf: Tensor) -> bool:
     if bool((values == values[:1]).all()):
         return False
     different, counts = values.unique(return_counts=True)
-    if len(different) < 3:
-        return False
+    if len(different) == 2 and int((values[:, 1:] != values[:, :-1]).sum(1).max()) < 2:
+        return False  # labels of rows, or masks of what is behind their ends
     positions = torch.arange(len(values), dtype=values.dtype, device=values.device)
     if leaf.dim() == 1 and torch.equal(values.flatten(), positions):
         return True  # of rows, in order

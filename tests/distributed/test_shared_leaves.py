@@ -52,6 +52,14 @@ class InTheLastBatch(Anchored):
         )
 
 
+class FilledLater(Anchored):
+    """Anchors that are zeros at first, which any rank's rows may be."""
+
+    def batches(self) -> list[Any]:
+        first, *rest = super().batches()
+        return [{**first, self.shared: torch.zeros(4, 3)}, *rest]
+
+
 class Strict(Anchored):
     strategy: ClassVar[Mapping[str, Any]] = {"capture": "step"}
 
@@ -97,7 +105,7 @@ class OneBatch(Strict):
         return super().loader(0, shards)
 
 
-@pytest.mark.parametrize("kind", [Anchored, InTheLastBatch])
+@pytest.mark.parametrize("kind", [Anchored, InTheLastBatch, FilledLater])
 def test_a_step_that_ranks_share_a_leaf_of_runs_as_it_is_written(worlds: Worlds, kind: type[Net]) -> None:
     outcomes, expected = worlds(2).run(train, kind, MESH), train(kind, None)
 

@@ -27,6 +27,7 @@ def drawn(*shape: int) -> Tensor:
         torch.tensor([[10, 13], [16, 30], [33, 23], [30, 61]]),  # sizes of boxes
         torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]),  # which graph a node is of
         drawn(8, 2).to(torch.float8_e4m3fn),
+        drawn(8, 16) > 0.5,  # codes
     ],
 )
 def test_numbers_that_hardly_come_twice_tell(leaf: Tensor) -> None:
@@ -36,7 +37,8 @@ def test_numbers_that_hardly_come_twice_tell(leaf: Tensor) -> None:
 @pytest.mark.parametrize(
     "leaf",
     [
-        drawn(64, 128) > 0.5,  # a mask
+        torch.arange(64)[None] < torch.tensor([64, 50, 64, 20])[:, None],  # a mask of padding
+        drawn(64) > 0.5,  # of two classes
         torch.tensor([2, 0, 1, 1, 0, 2, 3, 1]),  # a few labels
         torch.ones(64, 3),
         drawn(1, 100),  # one row
