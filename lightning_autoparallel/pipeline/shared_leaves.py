@@ -23,7 +23,7 @@ _LOOKS = 8  # batches of a kind that are looked at, while a leaf is alike withou
 
 
 class SharedLeaves:
-    """Looks at the first batches of a kind: what is as long as they are only by chance (4 anchors beside 4 rows)."""
+    """Looks in the first batches of a kind for what is as long as their rows by chance (4 anchors beside 4 rows)."""
 
     def __init__(self, context: StageContext, batch_dims: int | Mapping[str, int | None] | None) -> None:
         self._context, self._batch_dims = context, batch_dims
@@ -31,7 +31,7 @@ class SharedLeaves:
 
     def are_watched(self, call: StepCall, layout: BatchLayout) -> bool:
         """Whether batches of this kind have leaves that are alike, but may be so by chance."""
-        return self._left.get((call.name, layout), 0) > 0
+        return bool(self._left) and (call.name, layout) in self._left
 
     def check(self, call: StepCall, layout: BatchLayout, leaves: Sequence[tuple[str, Any]]) -> None:
         """Compare the leaves that are taken for rows; all ranks come with one kind of batch.
@@ -57,7 +57,7 @@ class SharedLeaves:
                 f"have the same values in it, and other rows: if they share it, set batch_dims={{'{path}': None}}; if "
                 f"these are rows, batch_dims={{'{path}': 0}}"
             )
-        if any(rows[path].dtype is not torch.bool for path in doubtful):
+        if left and any(rows[path].dtype is not torch.bool for path in doubtful):
             self._left[kind] = left
 
 

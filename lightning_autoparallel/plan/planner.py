@@ -153,8 +153,8 @@ def make_plans(
     the backward reads, and what is gathered for a block at a time, have ``room_bytes`` on a rank. Parameters are
     ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole`` gathers every
     parameter that it uses, whatever rules say of how to compute with it. Rules ``may_miss``, or each has to match a
-    parameter; those of a local program may always. What was found ``explains`` itself if that is
-    asked for, which keeps all that there was to choose from.
+    parameter; those of a local program may always. What was found ``explains`` itself if that is asked for, which keeps
+    all that there was to choose from.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.

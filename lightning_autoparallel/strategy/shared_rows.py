@@ -47,11 +47,7 @@ class SharedRows:
         Raises:
             OtherRankError: ranks have come to different places.
         """
-        place = "random numbers"
-        alike = self._control.agrees_in_shards(place, self._generators.spelled())
-        if alike is None:
-            raise other_place(self._control.gather(place))
-        if not alike:
+        if not self._are_alike("random numbers", self._generators.spelled()):
             self._generators.set(self._control.told_by_first_of_shard(self._generators.states()))
 
     def follow(self, generators: Sequence[torch.Generator]) -> None:
@@ -63,14 +59,17 @@ class SharedRows:
         if not generators:
             return
         states = [generator.get_state() for generator in generators]
-        place = f"random numbers of a loader's {len(states)} generators"
-        alike = self._control.agrees_in_shards(place, " ".join(fingerprint(state) for state in states))
-        if alike is None:
-            raise other_place(self._control.gather(place))
-        if not alike:
+        spelled = " ".join(fingerprint(state) for state in states)
+        if not self._are_alike(f"random numbers of a loader's {len(states)} generators", spelled):
             told = self._control.told_by_first_of_shard(states)
             for generator, state in zip(generators, told, strict=True):
                 generator.set_state(state)
+
+    def _are_alike(self, place: str, spelled: str) -> bool:
+        alike = self._control.agrees_in_shards(place, spelled)
+        if alike is None:
+            raise other_place(self._control.gather(place))
+        return alike
 
     @contextlib.contextmanager
     def followed_behind(self, hook: str) -> Iterator[None]:

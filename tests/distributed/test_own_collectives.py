@@ -33,7 +33,7 @@ class Sharing(Counting):
 
 
 class Gathering(Counting):
-    """By Lightning's own, logged over ranks, and validated."""
+    """By Lightning's own, and logged over ranks."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
