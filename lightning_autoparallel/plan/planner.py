@@ -101,6 +101,7 @@ class _Planning:
     activations: Activations
     state: OptimizerState
     gathered_again: bool
+    may_miss: bool
 
     @property
     def rules(self) -> tuple[PlanRule, ...]:
@@ -153,8 +154,9 @@ def make_plans(
     the backward reads, and what is gathered for a block at a time, have ``room_bytes`` on a rank. Parameters are
     ``gathered_again`` for the backward, or stay gathered until then. A plan that ``computes_whole`` gathers every
     parameter that it uses, whatever rules say of how to compute with it. Rules ``may_miss``, or each has to match a
-    parameter; those of a local program may always. What was found ``explains`` itself if that is asked for, which keeps
-    all that there was to choose from.
+    parameter and to fit the values that it pins; parameters of a local program may always be missed, as may values
+    where there is no backward. What was found ``explains`` itself if that is asked for, which keeps all that there was
+    to choose from.
 
     Raises:
         ConfigError: the plan leaves an axis idle, or a rule does not fit the model.
@@ -182,6 +184,7 @@ def make_plans(
         activations=activations,
         state=state,
         gathered_again=gathered_again,
+        may_miss=may_miss,
     )
     return tuple(_plan(planning, shapes, choices, found, explains) for choices, found in _solve_axes(planning))
 
@@ -314,6 +317,10 @@ def _search(planning: _Planning, axis: PlanAxis, position: int | None, others: O
     return search_axis(_axis_to_plan(planning, axis, position, others))
 
 
+def _left_out(planning: _Planning, why: str) -> None:
+    planning.warn(f"plan {planning.spec.name}: {planning.captured.name} has values that no rule pins: {why}")
+
+
 def _axis_to_plan(planning: _Planning, axis: PlanAxis, position: int | None, others: OtherAxes) -> AxisToPlan:
     """One axis to plan; ``position`` is its place among the plan axes, None for the batch axes together."""
     times: dict[tuple[Placement, Placement, int], float] = {}
@@ -327,7 +334,9 @@ def _axis_to_plan(planning: _Planning, axis: PlanAxis, position: int | None, oth
     graph = planning.captured.graph_module.graph
     pins = {node: _pin(planning, item, axis, position) for node, item in planning.placeholders.items()}
     if position is not None:
-        pins |= edge_pins(graph, planning.rules, axis)
+        # Rules are written for what the training step first computes with.
+        strict = planning.captured.has_backward and not planning.may_miss
+        pins |= edge_pins(graph, planning.rules, axis, None if strict else partial(_left_out, planning))
     return AxisToPlan(
         graph=graph,
         table=CandidateTable(axis, planning.mesh.submesh(axis.mesh_axes), GENERIC, planning.warn),

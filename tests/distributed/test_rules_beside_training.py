@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed.jobs import (
@@ -126,3 +127,54 @@ def test_a_rule_of_a_weight_that_is_tied_to_another_has_no_say(kind: type[Net], 
 
 def test_tied_weights_are_fitted_again(worlds: Worlds) -> None:
     assert worlds(2).run(fitted_twice, TiedLater) == [3, 3]
+
+
+class Sequences(Validated):
+    """A rule cuts what a module gives along the sequence, whose length changes."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {
+        "plan": {"base": "fsdp", "rules": {"outputs:net.0": {"tp": "S(1)"}}},
+        "capture": "step",
+    }
+    lengths = (8, 8, 7, 8)
+
+    def batches(self) -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        return [
+            (torch.randn(8, length, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+            for length in self.lengths
+        ]
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]).mean(1), batch[1])
+
+
+class CalledSequences(Sequences):
+    strategy: ClassVar[Mapping[str, Any]] = {**Sequences.strategy, "capture": "forward"}
+
+
+class OddFromTheStart(Sequences):
+    lengths = (7, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        (Sequences, ["training_step", "validation_step"]),
+        (CalledSequences, ["training_step:net", "validation_step:net:inference"]),
+    ],
+)
+def test_a_later_value_that_a_rule_cannot_cut_is_left_to_the_planner(
+    kind: type[Net], steps: list[str], worlds: Worlds
+) -> None:
+    outcomes = worlds(2).run(train, kind, TP)
+
+    assert_equals_one_device(outcomes, train(kind, None))
+    told = [said for said in outcomes[0].warnings if "has values that no rule pins" in said]
+    assert [said.split()[5] for said in told] == steps
+    assert all("rule 'outputs:net.0' shares dim 1 of 'net.0', 7 long" in said for said in told)
+
+
+def test_a_value_of_the_first_training_step_that_a_rule_cannot_cut_is_told_before_it(worlds: Worlds) -> None:
+    for message, _ in worlds(2).run(failure, OddFromTheStart, TP):
+        assert message.startswith("ConfigError: rule 'outputs:net.0' shares dim 1 of 'net.0', 7 long")
