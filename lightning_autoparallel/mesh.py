@@ -18,6 +18,7 @@ from lightning_autoparallel.torch_compat.collectives import (
     can_order_ranks,
     concatenated_mesh,
     give_default_timeout,
+    group_of,
     has_group,
     new_ordered_groups,
 )
@@ -112,6 +113,17 @@ class ParallelMesh:
             if axis.group_name in names and not has_group(axis.group_name):
                 with one_gloo_thread():
                     new_ordered_groups(self._ranks_in_order(axis.mesh_axes), axis.group_name)
+
+    def make_batch_group(self) -> dist.ProcessGroup:
+        """One rank of each batch shard, this one among them: a group that no plan uses, made once.
+
+        Every rank calls it alike.
+        """
+        name = self._name_of(("a batch",))
+        if not has_group(name):
+            with one_gloo_thread():
+                new_ordered_groups(self._ranks_in_order(self.data_parallel_axes), name)
+        return group_of(name)
 
     @property
     def groups(self) -> tuple[str, ...]:

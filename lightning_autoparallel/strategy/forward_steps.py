@@ -18,7 +18,7 @@ from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.lightning_tools import syncs_norms
 from lightning_autoparallel.strategy.metrics import MetricScopes
-from lightning_autoparallel.strategy.own_collectives import OwnCollectives
+from lightning_autoparallel.strategy.ranks_of_batch import RanksOfBatch
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.shared_losses import SharedLosses
 
@@ -40,17 +40,17 @@ class ForwardSteps:
         engine: StepEngine,
         scopes: MetricScopes,
         names: Sequence[str] | None,
+        ranks: RanksOfBatch,
         warn: Callable[[str], None],
     ) -> None:
         self._module, self._trainer, self._engine, self._scopes = module, trainer, engine, scopes
-        self.warn = warn
+        self.warn, self._ranks = warn, ranks
         self._step = "training_step"
         self._counters: Mapping[str, int] = {}
         self._rows = RowsOfBatch()
         self.calls = ModuleCalls(engine, self, names, syncs_norms(trainer))
         self._buffers, self._has_run = SharedBuffers(module, engine.context), False
         self._losses = SharedLosses(engine.context.control, warn)
-        self._collectives = OwnCollectives(engine.context.control, warn)
 
     def run(self, name: str, args: tuple[Any, ...], counters: Mapping[str, int], rows: RowsOfBatch) -> Any:
         """One real step.
@@ -69,7 +69,7 @@ class ForwardSteps:
             self._engine.check_parameters()
             counting = counting_once(self._module, rows, self._scopes)
             precision = getattr(plugin, PRECISION_CONTEXTS[name])()
-            with self._collectives.watched(name), self.calls.running(), precision, counting:
+            with self._ranks.seen(name), self.calls.running(), precision, counting:
                 output = getattr(self._module, name)(*args)
         except OtherRankError:
             raise

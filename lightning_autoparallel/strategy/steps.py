@@ -30,6 +30,7 @@ from lightning_autoparallel.strategy.launch import place_of
 from lightning_autoparallel.strategy.launch_counts import LaunchCounter
 from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
 from lightning_autoparallel.strategy.metrics import MetricScopes
+from lightning_autoparallel.strategy.ranks_of_batch import RanksOfBatch
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
 from lightning_autoparallel.strategy.seen_by_hooks import has_hooks
@@ -57,6 +58,7 @@ class LightningSteps:
         self.modes: dict[str, str] = {}
         self._accumulates = False
         self._rows = RowsOfBatch()  # of the step that ran last
+        self._ranks = RanksOfBatch(engine.context, trainer, self._notice)
         self._forward: ForwardSteps | None = None
 
     def end(self) -> None:
@@ -84,7 +86,13 @@ class LightningSteps:
         """Steps whose Python runs at every step; made at first use."""
         if self._forward is None:
             self._forward = ForwardSteps(
-                self._module, self._trainer, self._engine, self._scopes, self._capture.modules, self._notice
+                self._module,
+                self._trainer,
+                self._engine,
+                self._scopes,
+                self._capture.modules,
+                self._ranks,
+                self._notice,
             )
         return self._forward
 
@@ -151,9 +159,12 @@ class LightningSteps:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward of the training step: its collectives are counted with those of the forward."""
-        modules = self.forward.calls.running() if self.mode("training_step") == "forward" else contextlib.nullcontext()
         self._engine.deferred.prepare()
-        with self.launches.counting(), modules:
+        with contextlib.ExitStack() as own:
+            own.enter_context(self.launches.counting())
+            if self.mode("training_step") == "forward":
+                own.enter_context(self._ranks.seen("training_step"))
+                own.enter_context(self.forward.calls.running())
             yield
         if self._forward is not None and self._module.automatic_optimization:
             self._forward.calls.parameters.backwards.clear()

@@ -70,6 +70,11 @@ def has_group(name: str) -> bool:
     return True
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group that collectives find by this name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def new_ordered_groups(rank_lists: Sequence[Sequence[int]], name: str) -> None:
     """One group per list, its ranks counted in the order of the list; ``name`` is that which this process is in.
 

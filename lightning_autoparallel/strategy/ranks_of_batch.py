@@ -1,0 +1,98 @@
+"""The ranks that a step's own Python finds where several hold the same rows: those of the batch, as under DDP.
+
+Summed or gathered over all ranks, rows would count once for each rank that holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from lightning_autoparallel.lightning_compat import LightningModule, Trainer
+from lightning_autoparallel.pipeline.stages import StageContext
+from lightning_autoparallel.torch_compat.default_world import launched_by_default
+from lightning_autoparallel.torch_compat.users_world import is_users, users_world
+
+
+class RanksOfBatch:
+    """Gives user code, in steps that run as they are written, the batch shards for ranks, and says so once.
+
+    Every rank makes one at the same time: their group, one rank of each shard, is made here.
+    """
+
+    def __init__(self, context: StageContext, trainer: Trainer, warn: Callable[[str], None]) -> None:
+        control = context.control
+        is_needed = bool(control.shards) and not control.alone
+        self._group: dist.ProcessGroup | None = context.mesh.make_batch_group() if is_needed else None
+        self._trainer, self._warn = trainer, warn
+        self._ranks = len(control.shards)
+        self._asked = False
+        self._told: set[str] = set()
+
+    @contextlib.contextmanager
+    def seen(self, name: str) -> Iterator[None]:
+        """Around the Python of the step ``name``, and around its backward."""
+        if self._group is None:
+            yield
+            return
+        before = launched_by_default()
+        with users_world(self._group, self._note), contextlib.ExitStack() as patches:
+            for patch in self._patches():
+                patches.enter_context(patch)
+            yield
+        if launched_by_default() != before:
+            self._tell_of_all(name)
+        elif self._asked:
+            self._tell_of_shards(name)
+
+    def _note(self) -> None:
+        self._asked = True
+
+    def _patches(self) -> list[Any]:
+        """Of Lightning's own words for the same."""
+        assert self._group is not None
+        rank, size = self._group.rank(), self._group.size()
+        strategy = type(self._trainer.strategy)
+        asked = [(owner, "global_rank", rank) for owner in (LightningModule, Trainer, strategy)]
+        asked += [(owner, "world_size", size) for owner in (Trainer, strategy)]
+        return [self._patch(owner, name, value) for owner, name, value in asked]
+
+    def _patch(self, owner: type, name: str, value: int) -> Any:
+        found: property = getattr(owner, name)
+
+        def of_batch(self_: Any) -> Any:
+            if not is_users(sys._getframe(1)):
+                return found.__get__(self_)
+            self._note()
+            return value
+
+        return mock.patch.object(owner, name, property(of_batch))
+
+    def _tell_of_shards(self, name: str) -> None:
+        assert self._group is not None
+        self._tell(
+            f"autoparallel: {name} asks for the ranks, and in steps they are the batch's {self._group.size()} shards: "
+            f"torch.distributed, global_rank and world_size tell of these, as self.all_gather does, though "
+            f"{self._ranks} processes train. What was asked for outside of steps, in __init__ or a hook, counts "
+            "processes: divide by no such number"
+        )
+
+    def _tell_of_all(self, name: str) -> None:
+        assert self._group is not None
+        copies = self._ranks // self._group.size()
+        self._tell(
+            f"autoparallel: {name} calls collectives of torch.distributed over all {self._ranks} ranks, of which "
+            f"{copies} at a time have the same rows: what it sums or gathers is there {copies} times. Without a group "
+            "torch.distributed takes each shard of the batch once in a step, as does self.all_gather"
+        )
+
+    def _tell(self, message: str) -> None:
+        kind = message.partition(" ")[2].partition(" ")[2].partition(" ")[0]
+        if kind not in self._told:
+            self._told.add(kind)
+            self._warn(message)

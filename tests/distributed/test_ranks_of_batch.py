@@ -1,0 +1,155 @@
+"""A step's own Python finds the batch's shards for ranks where several have the same rows, and that is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.distributed.jobs import Net, Validated, train
+from tests.support.worlds import Worlds
+
+RULES = {"net.0.weight": {"tp": "S(0)"}}
+CUT: Mapping[str, Any] = {"capture": "forward", "plan": {"base": "fsdp", "rules": RULES}}
+TP, BOTH = {"tp": 2}, {"dp_shard": 2, "tp": 2}
+TOLD = "autoparallel: training_step asks for the ranks, and in steps they are the batch's"
+OVER_ALL = "autoparallel: training_step calls collectives of torch.distributed"
+
+
+class Counting(Validated):
+    """Rows of all ranks, counted by torch's own function: the loss is that of one device on all of them."""
+
+    strategy: ClassVar[Mapping[str, Any]] = CUT
+
+    def loss(self, batch: Any) -> Tensor:
+        rows, ranks = torch.tensor(float(len(batch[0]))), 1
+        if dist.is_initialized():
+            ranks = dist.get_world_size()
+            dist.all_reduce(rows)
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") * ranks / rows
+
+
+class Contrasting(Counting):
+    """Rows of a rank beside those of all, gathered with their gradients."""
+
+    def gathered(self, rows: Tensor) -> tuple[Tensor, int]:
+        if not dist.is_initialized():
+            return rows, 0
+        return torch.cat(torch.distributed.nn.functional.all_gather(rows)), dist.get_rank()
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = self.net(batch[0])
+        others, rank = self.gathered(rows)
+        own = torch.arange(len(rows)) + rank * len(rows)
+        return F.cross_entropy(rows @ others.T, own)
+
+
+class Gathering(torch.autograd.Function):
+    """As libraries of losses write it."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]
+
+
+class ContrastingByHand(Contrasting):
+    def gathered(self, rows: Tensor) -> tuple[Tensor, int]:
+        if not dist.is_initialized():
+            return rows, 0
+        return Gathering.apply(rows).flatten(0, 1), dist.get_rank()
+
+
+class ContrastingByLightning(Contrasting):
+    def gathered(self, rows: Tensor) -> tuple[Tensor, int]:
+        others = self.all_gather(rows, sync_grads=True).reshape(-1, rows.shape[-1])
+        assert len(others) == len(rows) * self.trainer.world_size
+        return others, self.global_rank
+
+
+class ByItsOwnHand(Contrasting):
+    """Manual optimization: the backward is called within the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+CONTRASTING = [Contrasting, ContrastingByHand, ContrastingByLightning, ByItsOwnHand]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [(Counting, TP), (Counting, BOTH), *((kind, BOTH) for kind in CONTRASTING), (Contrasting, TP)]
+)
+def test_rows_count_once(kind: type[Net], mesh: Mapping[str, int], worlds: Worlds) -> None:
+    ranks = 4 if mesh == BOTH else 2
+    first, *others = worlds(ranks).run(train, kind, mesh, ranks)
+
+    expected = train(kind, None)
+    for name, value in expected.parameters.items():
+        torch.testing.assert_close(first.parameters[name], value, rtol=1e-4, atol=1e-5)
+    assert len([said for said in first.warnings if said.startswith(TOLD)]) == 1
+    assert not any(said.startswith(TOLD) for other in others for said in other.warnings)  # rank 0 speaks for all
+
+
+class OverAll(Counting):
+    """By the group of all ranks, kept from outside of the step."""
+
+    def setup(self, stage: str) -> None:
+        self.everyone = dist.group.WORLD
+
+    def loss(self, batch: Any) -> Tensor:
+        rows, ranks = torch.tensor(float(len(batch[0]))), 1
+        if dist.is_initialized():
+            ranks = dist.get_world_size(self.everyone)
+            assert dist.get_rank(self.everyone) == int(os.environ["RANK"])
+            dist.all_reduce(rows, group=self.everyone)
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") * ranks / rows
+
+
+class OverTheMesh(Counting):
+    """By a group of the mesh, whose ranks are places in it and of the world."""
+
+    def loss(self, batch: Any) -> Tensor:
+        rows, ranks = torch.tensor(float(len(batch[0]))), 1
+        if dist.is_initialized():
+            group = self.trainer.strategy.device_mesh["dp_shard"].get_group()
+            ranks, place = dist.get_world_size(group), dist.get_rank(group)
+            assert dist.get_global_rank(group, place) == int(os.environ["RANK"])
+            dist.all_reduce(rows, group=group)
+            first = torch.tensor(float(place))
+            dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
+            rows += first
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") * ranks / rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(OverAll, [OVER_ALL]), (OverTheMesh, [])],
+)
+def test_groups_that_are_named_are_what_they_were(kind: type[Net], told: list[str], worlds: Worlds) -> None:
+    first, *_ = worlds(4).run(train, kind, BOTH, 4)
+
+    torch.testing.assert_close(first.parameters, train(kind, None).parameters, rtol=1e-4, atol=1e-5)
+    found = [said for said in first.warnings if said.startswith((TOLD, OVER_ALL))]
+    assert [said.partition(" over all")[0] for said in found] == told
