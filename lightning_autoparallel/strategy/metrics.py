@@ -11,26 +11,9 @@ from unittest import mock
 import torchmetrics
 from torch import Tensor, nn
 from torchmetrics.utilities import dim_zero_mean
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.mesh import ParallelMesh
-
-
-@contextlib.contextmanager
-def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
-    """Metrics without a group of their own join the batch shards only, wherever they are updated and computed.
-
-    torchmetrics joins all processes, of which those on other axes hold the same rows, counted again for each.
-    """
-
-    def gather(result: Tensor, group: Any = None) -> list[Tensor]:
-        if group is None and mesh.data_parallel_size == 1:
-            return [result]
-        return gather_all_tensors(result, group or mesh.submesh(mesh.data_parallel_axes).get_group())
-
-    with mock.patch.object(torchmetrics.metric, "gather_all_tensors", gather):
-        yield
 
 
 class MetricScopes:

@@ -43,11 +43,11 @@ from lightning_autoparallel.plan.planner import plan_axes
 from lightning_autoparallel.precision import FullPrecision, ShardedPrecision, supported_precision
 from lightning_autoparallel.strategy.early_gradients import earlier_gradients, micro_batches
 from lightning_autoparallel.strategy.held_optimizers import held_optimizers
+from lightning_autoparallel.strategy.joined_metrics import joined_over_rows
 from lightning_autoparallel.strategy.last_rows import share_out_rows
 from lightning_autoparallel.strategy.launch import check_module, check_optimizer, check_trained
 from lightning_autoparallel.strategy.lightning_tools import check_tools, count_every_row_once
 from lightning_autoparallel.strategy.met_batches import meet_at_the_end
-from lightning_autoparallel.strategy.metrics import joined_over_rows
 from lightning_autoparallel.strategy.out_of_memory import is_out_of_memory, memory_note
 from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.pruning import pruned_whole

@@ -172,6 +172,57 @@ def test_evaluations_are_those_of_one_device(kind: str, mesh: str, rows: int, wo
     torch.testing.assert_close(dict(sorted(together.items())), dict(sorted(expected["by_name"].items())))
 
 
+class Largest(torchmetrics.Metric):
+    """Of each update, joined by a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("entries", default=[], dist_reduce_fx=lambda entries: torch.stack(entries).sort().values)
+
+    def update(self, logits: torch.Tensor) -> None:
+        self.entries.append(logits.max())
+
+    def compute(self) -> torch.Tensor:
+        entries = self.entries if isinstance(self.entries, torch.Tensor) else torch.stack(self.entries)
+        return entries.max()
+
+
+class Ranked(Evaluated):
+    """Metrics that torchmetrics joins entry by entry, one for each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.ndcg = torchmetrics.RetrievalMAP(), torchmetrics.RetrievalNormalizedDCG()
+        self.largest = Largest()
+
+    def validation_step(self, batch, batch_idx):
+        scores = self.net(batch["x"])[:, 0]
+        for metric in (self.map, self.ndcg):
+            metric.update(scores, batch["y"] > 0, indexes=(batch["x"][:, 1] > 0).long())
+        self.log("map", self.map)
+        self.largest.update(scores)
+
+    def on_validation_epoch_end(self):
+        self.log("ndcg", self.ndcg.compute())
+        self.log("largest", self.largest.compute())
+
+
+def ranked(mesh: str | None, rows: int, capture: str = "auto") -> dict[str, float]:
+    torch.manual_seed(0)
+    strategy = make_strategy(MESHES[mesh], {"capture": capture}) if mesh else None
+    trainer = make_trainer(strategy, 2 if mesh else 1, use_distributed_sampler=True)
+    trainer.validate(Ranked(), DataLoader(Rows(rows), batch_size=2 if mesh else 4), verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("capture", ["auto", "forward"])
+@pytest.mark.parametrize("rows", [9, 11])
+def test_lists_that_are_longer_on_one_rank_are_joined(rows: int, capture: str, worlds: Worlds) -> None:
+    expected = ranked(None, rows)
+    for seen in worlds(2).run(ranked, "2", rows, capture):
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
+
+
 class AtOnce(Evaluated):
     """Counts the rows of two loaders that come together."""
 
