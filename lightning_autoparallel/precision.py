@@ -28,7 +28,9 @@ from lightning_autoparallel.torch_compat.dtensors import part_of
 from lightning_autoparallel.torch_compat.foreach import norms, scale_together
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
-_OF_THE_STRATEGY = ("ranks", "skips_backward", "around_backward", "reduce_gradients", "_begin_update")
+_OF_THE_STRATEGY = (
+    *("ranks", "skips_backward", "around_backward", "around_hooks", "reduce_gradients", "_begin_update"),
+)
 SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
@@ -36,13 +38,15 @@ class ShardedPrecision(Precision):
     """Runs the backward of captured steps, and clips gradients of which each rank holds a part.
 
     The strategy that runs sets ``ranks``, which joins all ranks that train, and what goes with a backward:
-    ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it, and
-    ``reduce_gradients`` does what micro-batches have left to do, at the end of their window, or asked to, within it.
+    ``skips_backward`` says that all ranks skip this batch, ``around_backward`` is entered for it, ``around_hooks`` for
+    the hooks between it and the update, and ``reduce_gradients`` does what micro-batches have left to do, at the end of
+    their window, or asked to, within it.
     """
 
     ranks: DeviceMesh | None = None
     skips_backward: Callable[[], bool] = staticmethod(lambda: False)
     around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    around_hooks: Callable[[], contextlib.AbstractContextManager[Any]] = ShardedUpdates
     reduce_gradients: Callable[..., None] = staticmethod(lambda within_window=False: None)
     _begin_update: Callable[[Optimizer], None] = staticmethod(lambda optimizer: None)
 
@@ -62,7 +66,7 @@ class ShardedPrecision(Precision):
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """Hooks may look at gradients, and change them, as on one device."""
-        with ShardedUpdates():
+        with self.around_hooks():
             super()._after_closure(model, optimizer)
         self._begin_update(optimizer)
 
@@ -82,7 +86,7 @@ class ShardedPrecision(Precision):
         if self.skips_backward():
             return tensor
         self.reduce_gradients()
-        with ShardedUpdates():
+        with self.around_hooks():
             return super().post_backward(tensor, module)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -29,7 +29,7 @@ from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 Call = Callable[..., Any]
 _LEFT_ALONE = frozenset(OF_THE_TENSOR_ITSELF)
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_TO_PYTHON = ("numpy", "tolist", "__array__", "__format__")
+TO_PYTHON = ("numpy", "tolist", "__array__", "__format__")
 _AS_ANOTHER = ("view_as", "reshape_as", "expand_as", "type_as")  # of whose second tensor no value is read
 _DRAWN = ("rand_like", "randn_like", "randint_like")
 # As torch says it.
@@ -97,7 +97,7 @@ class MixedOperands(TorchFunctionMode):
         if name == "__deepcopy__" and _is_copied(args[0]):
             with self._written_back():
                 return copied(args[0], args[1])
-        if name in _TO_PYTHON and _has_numbers(args[0], name) and not self._is_inside():
+        if name in TO_PYTHON and has_numbers(args[0], name) and not self._is_inside():
             return self._to_python(func, name, args, kwargs)
         if self._gives_whole and func == _GET_DATA and not self._is_inside():
             return self._parameters.data_of(args[0])
@@ -213,7 +213,7 @@ def _is_copied(value: Any) -> bool:
     return is_own and not any(placement.is_partial() for placement in value.placements)
 
 
-def _has_numbers(value: Any, name: str) -> bool:
+def has_numbers(value: Any, name: str) -> bool:
     """Whether a conversion is of the whole tensor; as text others than single numbers are shown as a DTensor is."""
     return isinstance(value, DTensor) and (name != "__format__" or value.dim() == 0)
 

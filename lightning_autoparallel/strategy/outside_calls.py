@@ -23,10 +23,13 @@ from lightning_autoparallel.lightning_compat import LightningModule, grad_norm
 from lightning_autoparallel.lightning_compat.hooks import around_hooks
 from lightning_autoparallel.pipeline import StepEngine
 from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
+from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
+from lightning_autoparallel.precision import ShardedPrecision
 from lightning_autoparallel.strategy import mixed_operands, shard_operators
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
-from lightning_autoparallel.strategy.outside_gradients import Asking, OutsideGradients
+from lightning_autoparallel.strategy.outside_gradients import OutsideGradients
+from lightning_autoparallel.strategy.read_shards import ReadShards
 from lightning_autoparallel.torch_compat import redistributions
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
@@ -59,11 +62,12 @@ class OutsideCalls:
         self._hook_mode: MixedOperands | None = None
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, precision: ShardedPrecision) -> Iterator[None]:
         """From the Trainer's setup to its teardown."""
         self._own = {id(module) for module in self._module.modules()}
         numbers, moves = numbers_read_by(self._whole), redistributions_told(self._moved)
-        with intercepted_calls(self._call), numbers, moves, self._listed_norms(), around_hooks(self._hook):
+        updates = mock.patch.object(precision, "around_hooks", self._between)
+        with intercepted_calls(self._call), numbers, moves, self._listed_norms(), around_hooks(self._hook), updates:
             yield
 
     @contextlib.contextmanager
@@ -114,8 +118,7 @@ class OutsideCalls:
     @contextlib.contextmanager
     def _hook(self, name: str) -> Iterator[None]:
         if self._inside or name in _OF_OPTIMIZERS:
-            with contextlib.nullcontext() if self._inside else Asking(self._gradients):
-                yield
+            yield  # those are called in ``_between``
             return
         asked = self._gradients.check_asked
         mode = MixedOperands(self._parameters, self._meet_with, self._is_inside, self.inside, asked)
@@ -125,6 +128,23 @@ class OutsideCalls:
                 yield
         finally:
             self._hook_mode = before
+
+    @contextlib.contextmanager
+    def _between(self) -> Iterator[None]:
+        """Around the hooks between backward and update, for each line of which ranks meet once.
+
+        A line may ask for the norm of each of hundreds of gradients.
+        """
+        met: set[str] = set()
+
+        def meet(function: str) -> None:
+            line = user_line()
+            if line not in met:
+                met.add(line)
+                self._meet(f"gives {function} a gradient or parameter, ahead of an update", "it lies in shards")
+
+        with ShardedUpdates(meet), ReadShards(self._gradients, self._whole):
+            yield
 
     def _is_inside(self) -> bool:
         return self._inside

@@ -250,7 +250,7 @@ class AutoParallelStrategy(SavingStrategy):
         self._steps = LightningSteps(module, trainer, engine, self.capture)
         engine.optimizers, engine.placed = partial(self._all_optimizers, trainer), self._steps.forget_captures
         self._outside = OutsideCalls(engine)
-        self._while_set_up.enter_context(self._outside.installed())
+        self._while_set_up.enter_context(self._outside.installed(self.precision_plugin))
         self._while_set_up.enter_context(self._steps.around_hooks())
         self._while_set_up.enter_context(self.together_between_steps(trainer))
         self._while_set_up.enter_context(joined_over_rows(self.mesh))

@@ -31,6 +31,7 @@ SECONDS = 60  # a group's timeout is far longer
 
 
 MOVES = "has torch gather or move a parameter or gradient"
+AHEAD = "gives {} a gradient or parameter, ahead of an update"
 
 
 class Sharded(Net):
@@ -77,6 +78,26 @@ class GathersClippingAlone(Sharded):
             self.net[0].weight.grad.full_tensor()
 
 
+class NormsGradientsAlone(Sharded):
+    """Torch's rule adds up what ranks have of it, without a word of the user's for that."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 1 and self.global_rank == 0:
+            torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm()
+
+
+class NormsBehindBackwardAlone(Sharded):
+    def on_after_backward(self):
+        if self.global_step == 1 and self.global_rank == 0:
+            self.net[0].weight.grad.softmax(0)
+
+
+class NormsClippingAlone(Sharded):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if self.global_step == 1 and self.global_rank == 0:
+            self.net[0].weight.grad.abs().max()
+
+
 class StopsAlone(Sharded):
     """Rank 1 alone ends its training early."""
 
@@ -119,6 +140,9 @@ class OtherModule(Sharded):
         (GathersAlone, MOVES),
         (GathersGradientAlone, MOVES),
         (GathersClippingAlone, MOVES),
+        (NormsGradientsAlone, AHEAD.format("linalg_vector_norm")),
+        (NormsBehindBackwardAlone, "gradient"),
+        (NormsClippingAlone, AHEAD.format("max")),
         (StopsAlone, "its run's end"),
         (ValidatesLonger, "validation_step"),
         (OtherModule, "net.2.weight is (3, 10) torch.float32 on rank 0 and (4, 10) torch.float32 on rank 1"),
