@@ -23,7 +23,7 @@ from lightning_autoparallel.checkpoint.single import (
     on_host,
 )
 from lightning_autoparallel.checkpoint.single_file import read_file, write_file
-from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, state_bytes
+from lightning_autoparallel.checkpoint.size import FILE_LIMIT_BYTES, gathered_bytes, state_bytes
 from lightning_autoparallel.checkpoint.stored import Part, StoredSpec, StoredTensors, fill_parts, own_checkpoint
 from lightning_autoparallel.checkpoint.together import first_rank_runs
 from lightning_autoparallel.checkpoint.weights import WeightsToCome, load_weights
@@ -50,6 +50,7 @@ __all__ = [
     "folder_of",
     "full_model_state",
     "full_optimizer_state",
+    "gathered_bytes",
     "load_full_model_state",
     "load_full_optimizer_state",
     "load_sharded_model",

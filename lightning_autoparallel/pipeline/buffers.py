@@ -65,7 +65,7 @@ class SharedBuffers:
 
     def share(self) -> None:
         """Take over the first batch shard's values; every rank calls it alike."""
-        buffers = list(self._module.buffers())
+        buffers = [buffer for buffer in self._module.buffers() if _has_values(buffer)]
         if self._mesh.data_parallel_size == 1 or not buffers:
             return
         same = len(self._sent) == len(buffers) and all(map(Snapshot.is_of, self._sent, buffers))
@@ -90,7 +90,15 @@ def _has_values(buffer: Tensor) -> bool:
 
 
 def _send(buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    joined = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    values_of = [_once(buffer.detach()) for buffer in buffers]
+    joined = torch.cat([values.reshape(-1) for values in values_of])
     dist.broadcast(joined.view(torch.uint8), group=group, group_src=0)  # gloo does not know every dtype
-    for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.detach().copy_(values.view(buffer.shape))
+    for values, sent in zip(values_of, joined.split([values.numel() for values in values_of]), strict=True):
+        values.copy_(sent.view(values.shape))
+
+
+def _once(buffer: Tensor) -> Tensor:
+    """A buffer's values without those that ``expand`` shows again, which nothing can be copied over."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        buffer = buffer.narrow(dim, 0, 1) if size > 1 and not stride else buffer
+    return buffer

@@ -29,7 +29,7 @@ def weigh_rows(trainer: Trainer, shards: int) -> None:
     Lightning weighs by this rank's rows, which are of another share of the batch where every rank holds all of it.
     """
     results = trainer._results
-    if results is None or results.batch is None or results.batch_size is not None:
+    if results is None or results.batch is None:
         return
     # Lightning asks only where a mean over the epoch needs it, and says what is wrong then.
     with contextlib.suppress(MisconfigurationException):
@@ -68,6 +68,8 @@ def _nothing(value: Any) -> Any:
 @contextlib.contextmanager
 def counting_once(module: LightningModule, rows: RowsOfBatch, scopes: MetricScopes) -> Iterator[None]:
     """Around what runs as it is written, on a batch of these ``rows``: a step, or the hooks behind any step."""
+    if not rows.common:
+        scopes.own_rows_come()
     if not rows.some_common:
         yield
         return

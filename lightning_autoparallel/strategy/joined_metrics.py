@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -42,35 +43,62 @@ def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
 
 
 def _join_lists(metric: torchmetrics.Metric, join: Callable[[], None], group: dist.ProcessGroup) -> None:
-    """``join``, for which every rank of the group has as many entries as the one that has most."""
+    """``join``, for which every rank of the group has as many entries as the one that has most.
+
+    Of lists that it makes one tensor of before, each rank has one, of no rows if need be.
+    """
     reductions: dict[str, Any] = dict(metric._reductions)
-    one_by_one = [
-        n for n, how in reductions.items() if how is not dim_zero_cat and isinstance(metric._defaults[n], list)
-    ]
-    if not one_by_one:
+    entries = {name: _entries(metric, name) for name in reductions if isinstance(metric._defaults[name], list)}
+    if not entries:
         return join()
-    entries = {name: _entries(metric, name) for name in one_by_one}
-    own = {name: (len(found), found[-1].dim(), found[-1].dtype) for name, found in entries.items() if found}
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    counts = {name: [one[name][0] if name in one else 0 for one in everyone] for name in one_by_one}
-    uneven = [name for name, count in counts.items() if len(set(count)) > 1]
-    for name in uneven:
-        _, dim, dtype = max((one[name] for one in everyone if name in one), key=lambda kind: kind[0])
-        there = entries[name]
-        filler = torch.zeros((0,) * dim, dtype=dtype, device=metric.device)
-        setattr(metric, name, [*there, *[filler] * (max(counts[name]) - len(there))])
-        metric._reductions[name] = None  # of what is there, below
+    dist.all_gather_object(everyone, {name: _Entries.of(found) for name, found in entries.items()}, group=group)
+    uneven = []
+    for name, found in entries.items():
+        most = max((one[name] for one in everyone), key=lambda entries: entries.count)
+        if reductions[name] is dim_zero_cat:
+            if most.count:
+                setattr(metric, name, [dim_zero_cat(found) if found else most.no_rows(metric.device)])
+        elif any(one[name].count < most.count for one in everyone):
+            setattr(metric, name, [*found, *[most.filler(metric.device)] * (most.count - len(found))])
+            metric._reductions[name] = None  # of what is there, below
+            uneven.append(name)
     try:
         join()
     finally:
         metric._reductions.update(reductions)
     for name in uneven:
+        counts = [one[name].count for one in everyone]
         joined = iter(getattr(metric, name))  # the first entries of all ranks, then the second
-        places = [place < count for place in range(max(counts[name])) for count in counts[name]]
+        places = [place < count for place in range(max(counts)) for count in counts]
         kept = [entry for entry, is_there in zip(joined, places, strict=True) if is_there]
         reduction = reductions[name]
         setattr(metric, name, kept if reduction is None else reduction(kept))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entries:
+    """How many entries a list has on a rank, and of what kind the last is."""
+
+    count: int
+    row: tuple[int, ...] = ()
+    is_number: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, found: list[Tensor]) -> _Entries:
+        if not found:
+            return cls(count=0)
+        last = found[-1]
+        return cls(count=len(found), row=tuple(last.shape[1:]), is_number=not last.dim(), dtype=last.dtype)
+
+    def no_rows(self, device: torch.device) -> Tensor:
+        """What entries made one tensor are without any."""
+        return torch.zeros((0, *self.row), dtype=self.dtype, device=device)
+
+    def filler(self, device: torch.device) -> Tensor:
+        """An entry of as many dims, in the place of one."""
+        return torch.zeros((), dtype=self.dtype, device=device) if self.is_number else self.no_rows(device)
 
 
 def _entries(metric: torchmetrics.Metric, name: str) -> list[Tensor]:

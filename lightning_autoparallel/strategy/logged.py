@@ -10,12 +10,18 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning_autoparallel.lightning_compat import Trainer
+from lightning_autoparallel.lightning_compat import Trainer, TrainerFn
 
 ALREADY_GLOBAL = "already the value of the global batch"  # as a group: ``reduce`` over it does nothing
 LoggedAs = dict[str, dict[str, Any]]  # by name: what the step's code says of joining over ranks
 
 _SAYS = ("sync_dist", "sync_dist_group", "rank_zero_only")
+
+
+def forget_earlier_runs(trainer: Trainer) -> None:
+    """A further ``validate`` or ``test`` of one Trainer begins anew: an earlier one has ended as its code logged."""
+    if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
+        trainer._evaluation_loop._results.clear()
 
 
 def note_logged(

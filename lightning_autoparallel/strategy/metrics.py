@@ -28,6 +28,7 @@ class MetricScopes:
         self._mesh = mesh
         self._covers_all: dict[int, bool] = {}
         self._not_joined: dict[int, tuple[torchmetrics.Metric, bool, bool]] = {}  # with what they had
+        self._of_same_rows: dict[int, nn.Module] = {}  # cover everything because ranks had no rows of their own so far
         self._left_whole: set[int] = set()  # those that covered everything once, and cover rows since
 
     @contextlib.contextmanager
@@ -55,6 +56,10 @@ class MetricScopes:
         Raises:
             CaptureError: they do not.
         """
+        updates = list(updates)
+        for metric, covers_all, _ in updates:
+            if not covers_all:
+                self._leave_same_rows(metric)
         known = self._covers_all | dict.fromkeys(self._left_whole, False)
         for metric, covers_all, line in updates:
             if known.setdefault(id(metric), covers_all) != covers_all:
@@ -79,6 +84,15 @@ class MetricScopes:
                 if not self.counts_common and not (of_numbers and isinstance(member, torchmetrics.MeanMetric)):
                     _empty(member)
 
+    def own_rows_come(self) -> None:
+        """Ranks have rows of their own again, and user code updates metrics with them."""
+        for metric in list(self._of_same_rows.values()):
+            self._leave_same_rows(metric)
+
+    def _leave_same_rows(self, metric: nn.Module) -> None:
+        if self._of_same_rows.pop(id(metric), None) is not None:
+            self.leave_whole([(metric, False)])
+
     def _join_nothing(self, member: torchmetrics.Metric) -> None:
         self._not_joined.setdefault(id(member), (member, member.sync_on_compute, member._to_sync))
         member.sync_on_compute = member._to_sync = False
@@ -88,6 +102,7 @@ class MetricScopes:
         for member, on_compute, to_sync in self._not_joined.values():
             member.sync_on_compute, member._to_sync = on_compute, to_sync
         self._left_whole.clear()
+        self._of_same_rows.clear()
 
     @property
     def shards(self) -> int:
@@ -107,10 +122,12 @@ class MetricScopes:
     def updating_with_common(self, metric: nn.Module, some_own: bool, line: str) -> Iterator[None]:
         """Around an update or forward of ``metric`` with rows that every rank holds: one rank counts them.
 
-        Where ranks have no others (not ``some_own``), each counts all: metrics cannot join states of none.
+        Where ranks have no others (not ``some_own``), and had none, each counts all: some metrics cannot join states of
+        none.
         """
         with contextlib.ExitStack() as stack:
-            if not some_own and id(metric) not in self._left_whole:
+            if not some_own and id(metric) not in self._left_whole and not self.has_own_rows(metric):
+                self._of_same_rows[id(metric)] = metric
                 yield stack.enter_context(self.updating(metric, True, line))
                 return
             if not self.counts_common:
@@ -119,6 +136,11 @@ class MetricScopes:
                 if isinstance(member, torchmetrics.Metric):  # forward's value is of these rows: no rank has others
                     stack.enter_context(mock.patch.object(member, "dist_sync_on_step", False))
             yield
+
+    def has_own_rows(self, metric: nn.Module) -> bool:
+        """Whether ``metric`` has been updated with rows that no other rank has."""
+        is_updated = any(member._update_count for member in _members(metric))
+        return not self._covers_all.get(id(metric), not is_updated)
 
 
 def _members(metric: nn.Module) -> list[torchmetrics.Metric]:

@@ -144,7 +144,9 @@ class LightningEffects:
         alone = not (rows.common and rows.some_own)  # else one rank counts, or metrics cover everything already
         if self._whole_batch and alone:
             updates = [(metric, call) for call in self._calls if (metric := call.updates) is not None]
-            self._scopes.check((metric, rows.common or call.is_whole(whole), call.line) for metric, call in updates)
+            covers = ((metric, rows.common or call.is_whole(whole), call.line) for metric, call in updates)
+            # Of rows that all ranks hold, one rank counts those that a metric of ranks' own rows meets.
+            self._scopes.check(one for one in covers if not (rows.common and self._scopes.has_own_rows(one[0])))
 
     def replay(
         self,

@@ -28,7 +28,7 @@ from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, Fo
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch, idle_ranks_unseen, rows_of_this, without_spare
 from lightning_autoparallel.strategy.launch import place_of
 from lightning_autoparallel.strategy.launch_counts import LaunchCounter
-from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged
+from lightning_autoparallel.strategy.logged import LoggedAs, as_if_plainly_logged, forget_earlier_runs
 from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.ranks_of_batch import RanksOfBatch
 from lightning_autoparallel.strategy.recorder import LightningEffects
@@ -60,6 +60,7 @@ class LightningSteps:
         self._rows = RowsOfBatch()  # of the step that ran last
         self._ranks = RanksOfBatch(engine.context, trainer, self._notice)
         self._forward: ForwardSteps | None = None
+        forget_earlier_runs(trainer)
 
     def end(self) -> None:
         """Nothing runs any more; the module's metrics are as they were."""

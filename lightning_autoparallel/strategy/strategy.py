@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_autoparallel.apply import rebind, shared_state, whole_state
-from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, state_bytes
+from lightning_autoparallel.checkpoint import FILE_LIMIT_BYTES, WeightsToCome, gathered_bytes
 from lightning_autoparallel.compile import check_compiler
 from lightning_autoparallel.config import CaptureSpec, DecomposeSpec, EngineConfig, MeshSpec, PlanSpec
 from lightning_autoparallel.contracts import CapturedGraph, CheckpointFunction, EarlierGradients, PlanReport
@@ -463,7 +463,7 @@ class AutoParallelStrategy(SavingStrategy):
         module, engine = self.lightning_module, self._engine
         if module is None or engine is None or self._failed or self.leave_sharded or not self._is_sharded:
             return
-        size = state_bytes(module, self.optimizers)
+        size = gathered_bytes(module, self.optimizers)
         if size > FILE_LIMIT_BYTES:
             rank_zero_info(
                 f"autoparallel: parameters stay in shards: with the optimizers' state they have {size / 1e9:.3g} GB, "

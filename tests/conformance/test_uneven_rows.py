@@ -223,6 +223,51 @@ def test_lists_that_are_longer_on_one_rank_are_joined(rows: int, capture: str, w
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
 
 
+class SharedByLoaders(Evaluated):
+    """The same metrics count two loaders; something is logged before a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.area = torchmetrics.AUROC("multiclass", num_classes=3)
+
+    def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+        self.log("seen", 1.0)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        logits = self.net(batch["x"])
+        self.log("loss", F.cross_entropy(logits, batch["y"]), sync_dist=True)
+        self.called.update(logits, batch["y"])
+        self.area.update(logits.softmax(1), batch["y"])
+
+    def on_validation_epoch_end(self):
+        for name, metric in {"called": self.called, "area": self.area}.items():
+            self.log(name, metric.compute())
+            metric.reset()
+
+
+def shared_by_loaders(mesh: str | None, counts: list[int], capture: str = "auto") -> list[dict[str, float]]:
+    """What is logged of two evaluations by one module."""
+    torch.manual_seed(0)
+    strategy = make_strategy(MESHES[mesh], {"capture": capture}) if mesh else None
+    trainer, module = make_trainer(strategy, 2 if mesh else 1, use_distributed_sampler=True), SharedByLoaders()
+    logged = []
+    for _ in range(2):
+        loaders = [DataLoader(Rows(rows), batch_size=2 if mesh else 4) for rows in counts]
+        trainer.validate(module, loaders, verbose=False)
+        logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    return logged
+
+
+@pytest.mark.parametrize("capture", ["auto", "forward"])
+@pytest.mark.parametrize("counts", [[9, 1], [1, 9]], ids=str)
+def test_metrics_count_loaders_with_and_without_rows_for_each_rank(
+    counts: list[int], capture: str, worlds: Worlds
+) -> None:
+    expected = shared_by_loaders(None, counts)
+    for seen in worlds(2).run(shared_by_loaders, "2", counts, capture):
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
+
+
 class AtOnce(Evaluated):
     """Counts the rows of two loaders that come together."""
 

@@ -145,3 +145,27 @@ def test_a_validation_has_one_set_of_statistics(worlds: Worlds) -> None:
         assert rank.extra[0] == {"training_step": "forward", "validation_step": "step"}
         assert rank.metrics["val"] == pytest.approx(float(expected), rel=1e-5)
         torch.testing.assert_close(rank.extra[1], ranks[0].extra[1], rtol=0, atol=0)
+
+
+class OddlyHeld(jobs.Net):
+    """A sparse buffer, and one that shows its few values again and again, changed by a hook."""
+
+    strategy: ClassVar = {"capture": "forward"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mixes", torch.eye(6).to_sparse())
+        self.register_buffer("scale", torch.ones(6, 1).expand(6, 6))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return super().loss((torch.sparse.mm(self.mixes, x.T).T * self.scale[:, 2], y))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.scale[:, :1] += 0.1
+
+
+def test_sparse_and_expanded_buffers_are_held_as_they_are(worlds: Worlds) -> None:
+    expected = train(OddlyHeld, None)
+    for outcome in worlds(2).run(train, OddlyHeld, MESH, timeout_s=120):
+        torch.testing.assert_close(outcome.parameters, expected.parameters)
