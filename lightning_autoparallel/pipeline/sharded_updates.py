@@ -136,8 +136,11 @@ def _sends(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Se
         return is_random(func)
     if func.overloadpacket in _SAME_MEMORY:
         return False
-    is_by_element = _is_elementwise(func) and not is_random(func)
-    return not is_by_element or _likes(func, args, kwargs) is None
+    likes = _likes(func, args, kwargs) if _is_elementwise(func) and not is_random(func) else None
+    if likes is None:
+        return True
+    lie = {like.placements for like in likes}
+    return any(not _is_whole(tensor) and tensor.placements not in lie for tensor in sharded)
 
 
 def _is_elementwise(func: Any) -> bool:

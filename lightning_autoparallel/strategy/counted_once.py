@@ -68,13 +68,14 @@ def _nothing(value: Any) -> Any:
 @contextlib.contextmanager
 def counting_once(module: LightningModule, rows: RowsOfBatch, scopes: MetricScopes) -> Iterator[None]:
     """Around what runs as it is written, on a batch of these ``rows``: a step, or the hooks behind any step."""
-    if not rows.common:
-        scopes.own_rows_come()
     if not rows.some_common:
-        yield
+        with _own_rows_coming(scopes):
+            yield
         return
     weigh_rows(module.trainer, 1 if rows.common else scopes.shards)
     with contextlib.ExitStack() as stack:
+        if not rows.common:
+            stack.enter_context(_own_rows_coming(scopes))
         for name in ("log", "log_dict"):
             counted = counted_log(getattr(module, name), rows, scopes)
             stack.enter_context(mock.patch.object(module, name, counted))
@@ -82,6 +83,24 @@ def counting_once(module: LightningModule, rows: RowsOfBatch, scopes: MetricScop
             for name in ("update", "forward"):
                 counted_call = _counted_call(metric, getattr(metric, name), rows, scopes)
                 stack.enter_context(mock.patch.object(metric, name, counted_call))
+        yield
+
+
+@contextlib.contextmanager
+def _own_rows_coming(scopes: MetricScopes) -> Iterator[None]:
+    """Where a metric that has only met rows of all ranks is updated, it meets a rank's own."""
+
+    def leaving(metric: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            scopes.leave_same_rows(metric)
+            return call(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for metric in scopes.of_same_rows():
+            for name in ("update", "forward"):
+                stack.enter_context(mock.patch.object(metric, name, leaving(metric, getattr(metric, name))))
         yield
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torchmetrics
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_autoparallel.mesh import ParallelMesh
 
@@ -25,15 +26,16 @@ def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
     that it gathers entry by entry may be longer on one rank than on another.
     """
     real_sync, real_join = torchmetrics.Metric.sync, torchmetrics.Metric._sync_dist
+    shards = _group_of_shards(mesh)
 
     def sync(
         metric: torchmetrics.Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        own = process_group or metric.process_group or mesh.submesh(mesh.data_parallel_axes).get_group()
-        real_sync(metric, dist_sync_fn, own, *args, **kwargs)
+        real_sync(metric, dist_sync_fn, process_group or metric.process_group or shards, *args, **kwargs)
 
-    def join(metric: torchmetrics.Metric, dist_sync_fn: Any, process_group: Any) -> None:
-        _join_lists(metric, lambda: real_join(metric, dist_sync_fn, process_group), process_group)
+    def join(metric: torchmetrics.Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        group = process_group or metric.process_group or shards
+        _join_lists(metric, lambda: real_join(metric, dist_sync_fn, group), group)
 
     with (
         mock.patch.object(torchmetrics.Metric, "sync", sync),
@@ -42,7 +44,14 @@ def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
         yield
 
 
-def _join_lists(metric: torchmetrics.Metric, join: Callable[[], None], group: dist.ProcessGroup) -> None:
+def _group_of_shards(mesh: ParallelMesh) -> dist.ProcessGroup | None:
+    """One rank of each batch shard; None in a fake world, in which nobody is joined."""
+    if mesh.active(mesh.data_parallel_axes):
+        return mesh.submesh(mesh.data_parallel_axes).get_group()
+    return None if mesh.backend == "fake" else mesh.make_batch_group()
+
+
+def _join_lists(metric: torchmetrics.Metric, join: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """``join``, for which every rank of the group has as many entries as the one that has most.
 
     Of lists that it makes one tensor of before, each rank has one, of no rows if need be.
@@ -58,9 +67,9 @@ def _join_lists(metric: torchmetrics.Metric, join: Callable[[], None], group: di
         most = max((one[name] for one in everyone), key=lambda entries: entries.count)
         if reductions[name] is dim_zero_cat:
             if most.count:
-                setattr(metric, name, [dim_zero_cat(found) if found else most.no_rows(metric.device)])
+                setattr(metric, name, [dim_zero_cat(found) if found else most.no_rows(metric)])
         elif any(one[name].count < most.count for one in everyone):
-            setattr(metric, name, [*found, *[most.filler(metric.device)] * (most.count - len(found))])
+            setattr(metric, name, [*found, *[most.filler(metric)] * (most.count - len(found))])
             metric._reductions[name] = None  # of what is there, below
             uneven.append(name)
     try:
@@ -84,25 +93,35 @@ class _Entries:
     row: tuple[int, ...] = ()
     is_number: bool = False
     dtype: torch.dtype = torch.float32
+    on_host: bool = False  # which metrics may ask for, whatever their device
 
     @classmethod
     def of(cls, found: list[Tensor]) -> _Entries:
         if not found:
             return cls(count=0)
         last = found[-1]
-        return cls(count=len(found), row=tuple(last.shape[1:]), is_number=not last.dim(), dtype=last.dtype)
+        return cls(
+            count=len(found),
+            row=tuple(last.shape[1:]),
+            is_number=not last.dim(),
+            dtype=last.dtype,
+            on_host=last.device.type == "cpu",
+        )
 
-    def no_rows(self, device: torch.device) -> Tensor:
+    def no_rows(self, metric: torchmetrics.Metric) -> Tensor:
         """What entries made one tensor are without any."""
+        device = torch.device("cpu") if self.on_host else metric.device
         return torch.zeros((0, *self.row), dtype=self.dtype, device=device)
 
-    def filler(self, device: torch.device) -> Tensor:
+    def filler(self, metric: torchmetrics.Metric) -> Tensor:
         """An entry of as many dims, in the place of one."""
-        return torch.zeros((), dtype=self.dtype, device=device) if self.is_number else self.no_rows(device)
+        return self.no_rows(metric).sum().to(self.dtype) if self.is_number else self.no_rows(metric)
 
 
 def _entries(metric: torchmetrics.Metric, name: str) -> list[Tensor]:
     """A state's entries, none if they are no tensors: what else is in lists each metric joins by itself."""
     found = getattr(metric, name)
+    if isinstance(found, Tensor):  # they were made one
+        return [found]
     is_listed = isinstance(found, list) and all(isinstance(entry, Tensor) for entry in found)
     return found if is_listed else []

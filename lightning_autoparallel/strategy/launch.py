@@ -78,9 +78,9 @@ def check_trained(optimizer: Optimizer) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if not isinstance(parameter, DTensor) and parameter.requires_grad:
             raise ConfigError(
-                f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no parameter of "
-                "the LightningModule: ranks share out its parameters alone, and this tensor would be trained on each "
-                "rank by itself; make it a parameter, or a part, of the module in __init__ or configure_model"
+                f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that was no parameter "
+                "of the LightningModule when training began: ranks share out its parameters then, and this tensor "
+                "would be trained on each rank by itself; make it one in __init__ or configure_model"
             )
 
 

@@ -40,6 +40,8 @@ class MetricScopes:
         """
         self.check([(metric, covers_all, line)])
         self._covers_all[id(metric)] = covers_all
+        if covers_all:
+            self._of_same_rows.pop(id(metric), None)
         members = _members(metric)
         with contextlib.ExitStack() as stack:
             for member in members:
@@ -59,7 +61,7 @@ class MetricScopes:
         updates = list(updates)
         for metric, covers_all, _ in updates:
             if not covers_all:
-                self._leave_same_rows(metric)
+                self.leave_same_rows(metric)
         known = self._covers_all | dict.fromkeys(self._left_whole, False)
         for metric, covers_all, line in updates:
             if known.setdefault(id(metric), covers_all) != covers_all:
@@ -84,12 +86,12 @@ class MetricScopes:
                 if not self.counts_common and not (of_numbers and isinstance(member, torchmetrics.MeanMetric)):
                     _empty(member)
 
-    def own_rows_come(self) -> None:
-        """Ranks have rows of their own again, and user code updates metrics with them."""
-        for metric in list(self._of_same_rows.values()):
-            self._leave_same_rows(metric)
+    def of_same_rows(self) -> list[nn.Module]:
+        """Those that cover everything because ranks had no rows of their own so far."""
+        return list(self._of_same_rows.values())
 
-    def _leave_same_rows(self, metric: nn.Module) -> None:
+    def leave_same_rows(self, metric: nn.Module) -> None:
+        """Rows of each rank's own come to ``metric``: of those that all had, one rank has counted."""
         if self._of_same_rows.pop(id(metric), None) is not None:
             self.leave_whole([(metric, False)])
 
@@ -127,8 +129,9 @@ class MetricScopes:
         """
         with contextlib.ExitStack() as stack:
             if not some_own and id(metric) not in self._left_whole and not self.has_own_rows(metric):
+                stack.enter_context(self.updating(metric, True, line))
                 self._of_same_rows[id(metric)] = metric
-                yield stack.enter_context(self.updating(metric, True, line))
+                yield
                 return
             if not self.counts_common:
                 stack.enter_context(state_kept(metric))

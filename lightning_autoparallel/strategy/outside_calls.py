@@ -131,19 +131,17 @@ class OutsideCalls:
 
     @contextlib.contextmanager
     def _between(self) -> Iterator[None]:
-        """Around the hooks between backward and update, for each line of which ranks meet once.
-
-        A line may ask for the norm of each of hundreds of gradients.
-        """
-        met: set[str] = set()
+        """Around the hooks between backward and update."""
 
         def meet(function: str) -> None:
-            line = user_line()
-            if line not in met:
-                met.add(line)
-                self._meet(f"gives {function} a gradient or parameter, ahead of an update", "it lies in shards")
+            self._meet(f"gives {function} a gradient or parameter, ahead of an update", "it lies in shards")
 
-        with ShardedUpdates(meet), ReadShards(self._gradients, self._whole):
+        def whole(tensor: DTensor) -> Tensor:
+            meet("Python")
+            with self.inside():
+                return tensor.full_tensor()
+
+        with ShardedUpdates(meet), ReadShards(self._gradients, whole):
             yield
 
     def _is_inside(self) -> bool:

@@ -31,8 +31,8 @@ class RanksOfBatch:
         self._group: dist.ProcessGroup | None = context.mesh.make_batch_group() if is_needed else None
         self._trainer, self._warn = trainer, warn
         self._ranks = len(control.shards)
-        self._asked = False
-        self._told: set[str] = set()
+        self._asked = False  # in the step, or backward, that runs
+        self._told: set[tuple[str, bool]] = set()
 
     @contextlib.contextmanager
     def seen(self, name: str) -> Iterator[None]:
@@ -40,15 +40,17 @@ class RanksOfBatch:
         if self._group is None:
             yield
             return
-        before = launched_by_default()
+        before, outer = launched_by_default(), self._asked
+        self._asked = False
         with users_world(self._group, self._note), contextlib.ExitStack() as patches:
             for patch in self._patches():
                 patches.enter_context(patch)
             yield
         if launched_by_default() != before:
-            self._tell_of_all(name)
+            self._tell(name, of_all=True)
         elif self._asked:
-            self._tell_of_shards(name)
+            self._tell(name, of_all=False)
+        self._asked = self._asked or outer
 
     def _note(self) -> None:
         self._asked = True
@@ -73,26 +75,26 @@ class RanksOfBatch:
 
         return mock.patch.object(owner, name, property(of_batch))
 
-    def _tell_of_shards(self, name: str) -> None:
+    def _tell(self, name: str, of_all: bool) -> None:
+        if (name, of_all) not in self._told:
+            self._told.add((name, of_all))
+            self._warn(self._on_all_ranks(name) if of_all else self._on_shards(name))
+
+    def _on_shards(self, name: str) -> str:
         assert self._group is not None
-        self._tell(
+        return (
             f"autoparallel: {name} asks for the ranks, and in steps they are the batch's {self._group.size()} shards: "
             f"torch.distributed, global_rank and world_size tell of these, as self.all_gather does, though "
-            f"{self._ranks} processes train. What was asked for outside of steps, in __init__ or a hook, counts "
-            "processes: divide by no such number"
+            f"{self._ranks} processes train, some with the same number: files are for trainer.is_global_zero, which is "
+            "one process. What was asked for outside of steps, in __init__ or a hook, counts processes: divide by no "
+            "such number"
         )
 
-    def _tell_of_all(self, name: str) -> None:
+    def _on_all_ranks(self, name: str) -> str:
         assert self._group is not None
         copies = self._ranks // self._group.size()
-        self._tell(
+        return (
             f"autoparallel: {name} calls collectives of torch.distributed over all {self._ranks} ranks, of which "
             f"{copies} at a time have the same rows: what it sums or gathers is there {copies} times. Without a group "
             "torch.distributed takes each shard of the batch once in a step, as does self.all_gather"
         )
-
-    def _tell(self, message: str) -> None:
-        kind = message.partition(" ")[2].partition(" ")[2].partition(" ")[0]
-        if kind not in self._told:
-            self._told.add(kind)
-            self._warn(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ class ReadShards(Asking):
     """Open during such hooks; ``whole`` makes a tensor whole, together with all ranks.
 
     Raises:
+        CaptureError: of ``whole``, by a rank alone.
         CheckpointError: a shard is saved as an object, by a rank.
     """
 
@@ -40,5 +42,8 @@ class ReadShards(Asking):
             tensor: DTensor = args[0]
             is_whole = all(placement.is_replicate() for placement in tensor.placements)
             with torch.no_grad():
-                return func(part_of(tensor) if is_whole else self._whole(tensor), *args[1:], **(kwargs or {}))
+                found = func(part_of(tensor) if is_whole else self._whole(tensor), *args[1:], **(kwargs or {}))
+            if isinstance(found, np.ndarray) and not is_whole:
+                found.flags.writeable = False  # it is none of the tensor's memory
+            return found
         return super().__torch_function__(func, types, args, kwargs)

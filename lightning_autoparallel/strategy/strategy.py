@@ -463,7 +463,7 @@ class AutoParallelStrategy(SavingStrategy):
         module, engine = self.lightning_module, self._engine
         if module is None or engine is None or self._failed or self.leave_sharded or not self._is_sharded:
             return
-        size = gathered_bytes(module, self.optimizers)
+        size = gathered_bytes(module, self._all_optimizers(module.trainer))
         if size > FILE_LIMIT_BYTES:
             rank_zero_info(
                 f"autoparallel: parameters stay in shards: with the optimizers' state they have {size / 1e9:.3g} GB, "

@@ -21,8 +21,9 @@ _CALLED = (distributed_c10d.__name__, *_DIFFERENTIABLE)  # whoever calls these i
 _OVERRIDES = "torch.overrides"
 _BETWEEN = (
     *("torch.distributed.c10d_logger", "torch.autograd.function", _OVERRIDES, __name__),
-    *("contextlib", "functools", "typing_extensions"),
+    *("contextlib", "functools", "typing_extensions", "warnings"),
 )
+_COMPILER = ("torch._dynamo", "torch.fx.experimental")  # it asks for the code that it compiles
 _TORCH, _OURS = ("torch",), ("lightning_autoparallel",)
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities", "torchmetrics")
 _OTHERS = (*_TORCH, *_LIGHTNING, *_OURS)
@@ -77,7 +78,7 @@ def _calls_by_user(frame: FrameType | None) -> list[FrameType]:
     That code itself, where it called none: it has asked for the group.
     """
     calls: list[FrameType] = []
-    while frame is not None and (_is_of(frame, _CALLED) or _name(frame) in _BETWEEN):
+    while frame is not None and (_is_of(frame, (*_CALLED, *_COMPILER)) or _name(frame) in _BETWEEN):
         calls += [frame] if _is_of(frame, _CALLED) else []
         frame = frame.f_back
         frame = _who_overrode(frame) or frame

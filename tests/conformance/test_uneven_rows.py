@@ -211,15 +211,17 @@ def ranked(mesh: str | None, rows: int, capture: str = "auto") -> dict[str, floa
     torch.manual_seed(0)
     strategy = make_strategy(MESHES[mesh], {"capture": capture}) if mesh else None
     trainer = make_trainer(strategy, 2 if mesh else 1, use_distributed_sampler=True)
-    trainer.validate(Ranked(), DataLoader(Rows(rows), batch_size=2 if mesh else 4), verbose=False)
+    trainer.validate(Ranked(), DataLoader(Rows(rows), batch_size=2 if mesh == "2" else 4), verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("capture", ["auto", "forward"])
-@pytest.mark.parametrize("rows", [9, 11])
-def test_lists_that_are_longer_on_one_rank_are_joined(rows: int, capture: str, worlds: Worlds) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "rows", "capture"),
+    [("2", 9, "auto"), ("2", 9, "forward"), ("2", 11, "auto"), ("2", 11, "forward"), ("tp", 9, "auto")],
+)
+def test_lists_that_are_longer_on_one_rank_are_joined(mesh: str, rows: int, capture: str, worlds: Worlds) -> None:
     expected = ranked(None, rows)
-    for seen in worlds(2).run(ranked, "2", rows, capture):
+    for seen in worlds(2).run(ranked, mesh, rows, capture):
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -238,9 +240,10 @@ class SharedByLoaders(Evaluated):
         self.log("loss", F.cross_entropy(logits, batch["y"]), sync_dist=True)
         self.called.update(logits, batch["y"])
         self.area.update(logits.softmax(1), batch["y"])
+        self.mean_loss.update(F.cross_entropy(logits, batch["y"]), len(logits))
 
     def on_validation_epoch_end(self):
-        for name, metric in {"called": self.called, "area": self.area}.items():
+        for name, metric in {"called": self.called, "area": self.area, "mean_loss": self.mean_loss}.items():
             self.log(name, metric.compute())
             metric.reset()
 

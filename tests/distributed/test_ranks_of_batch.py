@@ -78,6 +78,7 @@ class ContrastingByLightning(Contrasting):
     def gathered(self, rows: Tensor) -> tuple[Tensor, int]:
         others = self.all_gather(rows, sync_grads=True).reshape(-1, rows.shape[-1])
         assert len(others) == len(rows) * self.trainer.world_size
+        assert self.trainer.is_global_zero == (os.environ["RANK"] == "0" if dist.is_initialized() else True)
         return others, self.global_rank
 
 
