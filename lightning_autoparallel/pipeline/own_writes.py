@@ -96,8 +96,11 @@ class OwnWrites:
 
 
 def differing_writes(places: Sequence[Any]) -> list[str] | None:
-    """Those of their writes that ranks do not have in common; None where their places differ in more than these."""
-    if not all(isinstance(place, str) for place in places):
+    """Those of their writes that ranks do not have in common; None where their places differ in more than these.
+
+    Where one has stopped there are no places.
+    """
+    if not places or not all(isinstance(place, str) for place in places):
         return None
     parted = [place.partition(_WRITES) for place in places]
     if len({place for place, _, _ in parted}) > 1:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline.stages import StageContext
-from lightning_autoparallel.torch_compat.default_world import launched_by_default
+from lightning_autoparallel.torch_compat.default_world import launched_over_all
 from lightning_autoparallel.torch_compat.users_world import is_users, users_world
 
 
@@ -26,7 +26,7 @@ class RanksOfBatch:
     """
 
     def __init__(self, context: StageContext, trainer: Trainer, warn: Callable[[str], None]) -> None:
-        control = context.control
+        self._context, control = context, context.control
         is_needed = bool(control.shards) and not control.alone
         self._group: dist.ProcessGroup | None = context.mesh.make_batch_group() if is_needed else None
         self._trainer, self._warn = trainer, warn
@@ -40,17 +40,22 @@ class RanksOfBatch:
         if self._group is None:
             yield
             return
-        before, outer = launched_by_default(), self._asked
+        before, outer = self._launched_over_all(), self._asked
         self._asked = False
         with users_world(self._group, self._note), contextlib.ExitStack() as patches:
             for patch in self._patches():
                 patches.enter_context(patch)
             yield
-        if launched_by_default() != before:
+        if self._launched_over_all() != before:
             self._tell(name, of_all=True)
         elif self._asked:
             self._tell(name, of_all=False)
         self._asked = self._asked or outer
+
+    def _launched_over_all(self) -> int:
+        control = self._context.control.group
+        own = {*self._context.mesh.axes_by_group(), *([] if control is None else [control.group_name])}
+        return launched_over_all(own)
 
     def _note(self) -> None:
         self._asked = True

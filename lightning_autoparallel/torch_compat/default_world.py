@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +26,11 @@ def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str 
     return None if found is None else str(found)
 
 
-def launched_by_default() -> int:
-    """Collectives started so far on the group that torch takes where none is given."""
-    world = dist.group.WORLD
-    assert world is not None
-    return launched_collectives(world.group_name)
+def launched_over_all(but: Collection[str]) -> int:
+    """Collectives started so far on groups of all ranks, ``but`` for those of these names."""
+    ranks = dist.get_world_size()
+    named = [name for group, name in _world.pg_names.items() if group.size() == ranks and name not in but]
+    return sum(map(launched_collectives, named))
 
 
 def all_launched_collectives() -> int:

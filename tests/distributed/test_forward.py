@@ -33,6 +33,16 @@ class FailsOnOneRank(Forward):
         return self.loss(batch)
 
 
+class FailsBehindItsCalls(Forward):
+    """Other ranks are at the end of the step, and have nothing to say of writes."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if batch_idx == 1 and dist.get_rank() == 1:
+            raise KeyError("only here")
+        return loss
+
+
 class SkipsOnOneRank(Forward):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
@@ -58,6 +68,7 @@ def any_failure(kind: type[Net]) -> str:
     ("kind", "message"),
     [
         (FailsOnOneRank, "KeyError: 'only here'"),
+        (FailsBehindItsCalls, "KeyError: 'only here'"),
         (SkipsOnOneRank, "rank 1 at 'the end of training_step, skipping the batch'"),
         (FreezesOnOneRank, "training_step:net: rank 1 froze other parameters than rank 0"),
     ],

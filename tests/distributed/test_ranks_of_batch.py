@@ -128,6 +128,13 @@ class OverAll(Counting):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") * ranks / rows
 
 
+class OverItsOwn(OverAll):
+    """By another group of all ranks."""
+
+    def setup(self, stage: str) -> None:
+        self.everyone = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
 class OverTheMesh(Counting):
     """By a group of the mesh, whose ranks are places in it and of the world."""
 
@@ -146,7 +153,7 @@ class OverTheMesh(Counting):
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [(OverAll, [OVER_ALL]), (OverTheMesh, [])],
+    [(OverAll, [OVER_ALL]), (OverItsOwn, [OVER_ALL]), (OverTheMesh, [])],
 )
 def test_groups_that_are_named_are_what_they_were(kind: type[Net], told: list[str], worlds: Worlds) -> None:
     first, *_ = worlds(4).run(train, kind, BOTH, 4)

@@ -62,6 +62,10 @@ def test_another_number_of_writes_and_another_order_are_differences(cut: Callabl
     assert differing_writes([there, back]) == [PLACE, "cut 1: a tensor of shape [4, 3]"]
 
 
+def test_where_a_rank_has_stopped_writes_say_nothing():
+    assert differing_writes([]) is None
+
+
 def test_a_write_into_a_copy_moves_no_others(cut: Callable[[Placement], DTensor]):
     own = OwnWrites()
     own.note(lambda: "copy", cut(Replicate()), [1.0])
