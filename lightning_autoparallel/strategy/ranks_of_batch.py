@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from lightning_autoparallel.lightning_compat import LightningModule, Trainer
 from lightning_autoparallel.pipeline.stages import StageContext
 from lightning_autoparallel.torch_compat.default_world import launched_over_all
-from lightning_autoparallel.torch_compat.users_world import is_users, users_world
+from lightning_autoparallel.torch_compat.users_world import is_users, joins_told, users_world
 
 
 class RanksOfBatch:
@@ -51,6 +52,21 @@ class RanksOfBatch:
         elif self._asked:
             self._tell(name, of_all=False)
         self._asked = self._asked or outer
+
+    def told_in(self, hook: str) -> contextlib.AbstractContextManager[None]:
+        """Around a hook, in which the ranks are processes: what it sums or gathers over them is said once."""
+        return contextlib.nullcontext() if self._group is None else joins_told(partial(self._tell_of_hook, hook))
+
+    def _tell_of_hook(self, hook: str, function: str) -> None:
+        assert self._group is not None
+        if (hook, True) not in self._told:
+            self._told.add((hook, True))
+            copies = self._ranks // self._group.size()
+            self._warn(
+                f"autoparallel: {hook} calls torch.distributed.{function} over all {self._ranks} ranks, of which "
+                f"{copies} at a time have the same rows: what is of rows is there {copies} times. self.all_gather "
+                "takes each shard of the batch once"
+            )
 
     def _launched_over_all(self) -> int:
         control = self._context.control.group

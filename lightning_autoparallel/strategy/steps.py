@@ -72,10 +72,12 @@ class LightningSteps:
         with idle_ranks_unseen(self._trainer), around_hooks(self._counting):
             yield
 
-    def _counting(self, hook: str) -> contextlib.AbstractContextManager[None]:
-        if hook not in ("on_validation_batch_end", "on_test_batch_end"):
-            return contextlib.nullcontext()
-        return counting_once(self._module, self._rows, self._scopes)
+    @contextlib.contextmanager
+    def _counting(self, hook: str) -> Iterator[None]:
+        counts = hook in ("on_validation_batch_end", "on_test_batch_end")
+        counting = counting_once(self._module, self._rows, self._scopes) if counts else contextlib.nullcontext()
+        with self._ranks.told_in(hook), counting:
+            yield
 
     def forget_captures(self) -> None:
         """The module is made of other parameters: what was captured whole is captured anew."""

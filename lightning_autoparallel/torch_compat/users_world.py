@@ -27,6 +27,10 @@ _COMPILER = ("torch._dynamo", "torch.fx.experimental")  # it asks for the code t
 _TORCH, _OURS = ("torch",), ("lightning_autoparallel",)
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities", "torchmetrics")
 _OTHERS = (*_TORCH, *_LIGHTNING, *_OURS)
+_JOIN = (
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"),
+)
 _TELL_NO_RANKS = ("is_initialized", "is_available", "is_backend_available", "get_backend", "barrier")
 
 
@@ -49,13 +53,52 @@ def users_world(group: dist.ProcessGroup, asked: Callable[[], None]) -> Iterator
         yield
 
 
-class _UsersWorld(_World):
-    """All that torch's world has, but for the default group of some who ask."""
+@contextlib.contextmanager
+def joins_told(told: Callable[[str], None]) -> Iterator[None]:
+    """Inside, what user code sums or gathers over the default group is ``told``, by the name of the function."""
+    found = distributed_c10d._world
+    if isinstance(found, _UsersWorld):
+        yield
+        return
+    with mock.patch.object(distributed_c10d, "_world", _ToldWorld(found, told)):
+        yield
+
+
+class _OtherWorld(_World):
+    """All that torch's world has."""
+
+    def __init__(self, found: _World) -> None:
+        super().__init__()
+        self._found = found
+        self._pg_coalesce_state, self._comms = found.pg_coalesce_state, found.comms
+
+
+class _ToldWorld(_OtherWorld):
+    """Its default group is seen by users, too."""
+
+    def __init__(self, found: _World, told: Callable[[str], None]) -> None:
+        super().__init__(found)
+        self._told = told
+
+    @property
+    def default_pg(self) -> dist.ProcessGroup | None:
+        calls = _calls_by_user(sys._getframe(1))
+        names = [call.f_code.co_name for call in calls if _is_of(call, _CALLED)]
+        if names and names[-1] in _JOIN and all(call.f_locals.get("group") is None for call in calls):
+            self._told(names[-1])
+        return self._found.default_pg
+
+    @default_pg.setter
+    def default_pg(self, group: dist.ProcessGroup | None) -> None:
+        self._found.default_pg = group
+
+
+class _UsersWorld(_OtherWorld):
+    """All but for the default group of some who ask."""
 
     def __init__(self, found: _World, group: dist.ProcessGroup, asked: Callable[[], None]) -> None:
-        super().__init__()
-        self._found, self._group, self._asked = found, group, asked
-        self._pg_coalesce_state, self._comms = found.pg_coalesce_state, found.comms
+        super().__init__(found)
+        self._group, self._asked = group, asked
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:

@@ -161,3 +161,26 @@ def test_groups_that_are_named_are_what_they_were(kind: type[Net], told: list[st
     torch.testing.assert_close(first.parameters, train(kind, None).parameters, rtol=1e-4, atol=1e-5)
     found = [said for said in first.warnings if said.startswith((TOLD, OVER_ALL))]
     assert [said.partition(" over all")[0] for said in found] == told
+
+
+class CountingInHooks(Validated):
+    """Rows of all processes, by a hook; its other calls tell nothing of rows."""
+
+    strategy: ClassVar[Mapping[str, Any]] = CUT
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if dist.is_initialized():
+            assert dist.get_world_size() == 2
+            dist.barrier()
+            dist.broadcast(torch.zeros(1), src=0)
+            dist.all_reduce(torch.tensor(float(len(batch[0]))))
+
+    def on_train_epoch_end(self):
+        self.all_gather(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("mesh", "told"), [(TP, ["on_train_batch_end"]), ({"dp_shard": 2}, [])])
+def test_hooks_count_processes_and_are_told(mesh: Mapping[str, int], told: list[str], worlds: Worlds) -> None:
+    first, _ = worlds(2).run(train, CountingInHooks, mesh)
+    found = [said for said in first.warnings if "torch.distributed" in said and "same rows" in said]
+    assert [said.split()[1] for said in found] == told
