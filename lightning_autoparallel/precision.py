@@ -29,7 +29,12 @@ from lightning_autoparallel.torch_compat.foreach import norms, scale_together
 from lightning_autoparallel.torch_compat.scaler import unscale_shards
 
 _OF_THE_STRATEGY = (
-    *("ranks", "skips_backward", "around_backward", "around_hooks", "reduce_gradients", "_begin_update"),
+    "ranks",
+    "skips_backward",
+    "around_backward",
+    "around_hooks",
+    "reduce_gradients",
+    "_begin_update",
 )
 SUPPORTED = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 

@@ -23,7 +23,7 @@ _BETWEEN = (
     *("torch.distributed.c10d_logger", "torch.autograd.function", _OVERRIDES, __name__),
     *("contextlib", "functools", "typing_extensions", "warnings"),
 )
-_COMPILER = ("torch._dynamo", "torch.fx.experimental")  # it asks for the code that it compiles
+_COMPILER = ("torch._dynamo", "torch._utils_internal", "torch.fx.experimental")  # it asks for the code that it compiles
 _TORCH, _OURS = ("torch",), ("lightning_autoparallel",)
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities", "torchmetrics")
 _OTHERS = (*_TORCH, *_LIGHTNING, *_OURS)
