@@ -6,13 +6,13 @@ Keys are those of Lightning's own folders (``model``, ``optimizer_0``, ..., ``me
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -31,8 +31,18 @@ MODEL, OPTIMIZER = "model", "optimizer_{}"
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
-    """Parameters (this rank's shards, as DTensors) and persistent buffers."""
-    return get_model_state_dict(module)
+    """Parameters (this rank's shards, as DTensors) and persistent buffers, by the names that the module gives them."""
+    return module.state_dict() if _has_own_names(module) else get_model_state_dict(module)
+
+
+def _has_own_names(module: nn.Module) -> bool:
+    """Whether its ``state_dict`` has others than its parameters and buffers do, which torch would look up in it."""
+    known = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *_buffers(module))}
+    return any(isinstance(value, Tensor) and name not in known for name, value in module.state_dict().items())
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(remove_duplicate=False)
 
 
 def folder_of(checkpoint: Mapping[str, Any], random_state: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,7 +106,10 @@ def load_sharded_model(
     _check_names(location, metadata, module, strict)
     states = {MODEL: model_state(module)}
     _fill(states, location, reader, weights_only)
-    set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
+    if _has_own_names(module):
+        module.load_state_dict(states[MODEL], strict=strict)
+    else:
+        set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
     random_state = trainer_state.pop(RANDOM_STATE, {})
     # of what is saved beside optimizers; a module may have none
     optimizers: dict[str, Any] = {"optimizer_states": []} if "lr_schedulers" in trainer_state else {}

@@ -20,7 +20,7 @@ from lightning_autoparallel.mesh import ParallelMesh
 
 @contextlib.contextmanager
 def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
-    """Metrics without a group of their own join the batch shards only.
+    """Metrics that name no group, or that of all processes, join the batch shards only.
 
     torchmetrics joins all processes, of which those on other axes hold the same rows, counted again for each. Lists
     that it gathers entry by entry may be longer on one rank than on another.
@@ -28,13 +28,17 @@ def joined_over_rows(mesh: ParallelMesh) -> Iterator[None]:
     real_sync, real_join = torchmetrics.Metric.sync, torchmetrics.Metric._sync_dist
     shards = _group_of_shards(mesh)
 
+    def group_of(metric: torchmetrics.Metric, given: Any) -> Any:
+        named = given or metric.process_group
+        return shards if named is None or named is dist.group.WORLD else named
+
     def sync(
         metric: torchmetrics.Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        real_sync(metric, dist_sync_fn, process_group or metric.process_group or shards, *args, **kwargs)
+        real_sync(metric, dist_sync_fn, group_of(metric, process_group), *args, **kwargs)
 
     def join(metric: torchmetrics.Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
-        group = process_group or metric.process_group or shards
+        group = group_of(metric, process_group)
         _join_lists(metric, lambda: real_join(metric, dist_sync_fn, group), group)
 
     with (

@@ -126,6 +126,19 @@ class Adapted(Run):
         return {key: value for key, value in super().state_dict(*args, **kwargs).items() if "teacher" not in key}
 
 
+class Renamed(Run):
+    """Its checkpoints have names of its own, and a tensor that is no parameter."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        own = super().state_dict(*args, **kwargs)
+        return {f"network{name.removeprefix('net')}": value for name, value in own.items()} | {"seen": torch.ones(3)}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        assert torch.equal(state["seen"], torch.ones(3))
+        own = {f"net{name.removeprefix('network')}": value for name, value in state.items() if name != "seen"}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
 class AdaptedAndSeen(Adapted):
     found: Any = None
 
@@ -137,6 +150,16 @@ class AdaptedAndSeen(Adapted):
 
 
 WRITTEN = [(kind, options) for kind in (AdaptedAndSeen, Adapted) for options in ({}, {"async_save": True}, FOLDER)]
+
+
+@pytest.mark.parametrize("options", [{}, FOLDER], ids=["file", "folder"])
+def test_names_of_ones_own(options: dict[str, Any], worlds: Worlds, tmp_path: Path) -> None:
+    ours, plain = str(tmp_path / "ours.ckpt"), str(tmp_path / "plain.ckpt")
+    fit(Renamed, None, plain)
+    worlds(2).run(fit, Renamed, MESH, ours, None, options)
+    resumed, _ = fit(Renamed, None, None, plain)
+    for parameters, _ in worlds(2).run(fit, Renamed, MESH, None, ours, options):
+        torch.testing.assert_close(parameters, resumed, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "options"), tiered(WRITTEN, [WRITTEN[0], WRITTEN[-1]].__contains__))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor
 
 from tests.distributed.jobs import Net, Validated, train
@@ -184,3 +185,30 @@ def test_hooks_count_processes_and_are_told(mesh: Mapping[str, int], told: list[
     first, _ = worlds(2).run(train, CountingInHooks, mesh)
     found = [said for said in first.warnings if "torch.distributed" in said and "same rows" in said]
     assert [said.split()[1] for said in found] == told
+
+
+class Summing(Validated):
+    """Rows, by metrics that name no group and that of all processes."""
+
+    strategy: ClassVar[Mapping[str, Any]] = CUT
+
+    def setup(self, stage: str) -> None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self.sums = [torchmetrics.SumMetric(), torchmetrics.SumMetric(process_group=group)]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for metric in self.sums:
+            metric.update(len(batch[0]))
+
+    def on_train_end(self):
+        self.found = [float(metric.compute()) for metric in self.sums]
+
+    def extra(self) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize("mesh", [TP, BOTH], ids=str)
+def test_metrics_of_all_processes_count_rows_once(mesh: Mapping[str, int], worlds: Worlds) -> None:
+    ranks = 4 if mesh == BOTH else 2
+    outcomes = worlds(ranks).run(train, Summing, mesh, ranks)
+    assert [outcome.extra for outcome in outcomes] == [train(Summing, None).extra] * ranks
