@@ -103,7 +103,7 @@ class _UsersWorld(_OtherWorld):
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
         calls = _calls_by_user(sys._getframe(1))
-        given = [call.f_locals.get("group") for call in calls]
+        given = [call.f_locals.get("group") for call in calls if _is_of(call, _CALLED)]
         if not calls or any(group is not None and group is not self._group for group in given):
             return self._found.default_pg  # where a group is given, it is compared with this, and ranks are its places
         if calls[-1].f_code.co_name not in _TELL_NO_RANKS:

@@ -89,3 +89,9 @@ def test_an_error_leaves_the_world_as_it_was(shards: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="mine"), users_world(shards, lambda: None):
         raise ValueError("mine")
     assert dist.get_world_size() == RANKS
+
+
+def test_a_name_of_the_users_own_is_no_argument(shards: dist.ProcessGroup) -> None:
+    group = dist.group.WORLD
+    with users_world(shards, lambda: None):
+        assert dist.group.WORLD is shards is not group
