@@ -194,17 +194,20 @@ class Deciding(Split):
 
 
 class DecidingByRank(Deciding):
-    """Ranks with the same rows weigh them otherwise."""
+    """Ranks with the same rows weigh them otherwise, by a number that a hook was told, where ranks are processes."""
+
+    def setup(self, stage):
+        self.process = self.global_rank
 
     def weight(self) -> float:
-        return 1.0 + self.global_rank % 2
+        return 1.0 + self.process % 2
 
 
 class DecidingByShard(Deciding):
-    """As ranks of DDP may."""
+    """As ranks of DDP may: in a step, ranks are the batch's shards."""
 
     def weight(self) -> float:
-        return 1.0 + self.global_rank // 2
+        return 1.0 + self.global_rank
 
 
 @pytest.mark.parametrize(("kind", "told"), [(Deciding, 0), (DecidingByRank, 1), (DecidingByShard, 0)])
