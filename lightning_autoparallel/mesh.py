@@ -24,6 +24,7 @@ from lightning_autoparallel.torch_compat.collectives import (
 )
 from lightning_autoparallel.torch_compat.default_world import backend_of
 from lightning_autoparallel.torch_compat.gloo import one_gloo_thread, own_gloo_groups
+from lightning_autoparallel.torch_compat.mesh_caches import forget_meshes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,7 @@ def build_mesh(spec: MeshSpec, device_type: str) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the world size.
     """
     spec = spec.resolve(dist.get_world_size())
+    forget_meshes()  # those of an earlier training
     backend = own_gloo_groups(device_type)
     backends: Any = None if backend is None else dict.fromkeys(spec.names, backend)
     active = tuple(name for name, size in spec.axes if size > 1)

@@ -98,6 +98,18 @@ class NormsClippingAlone(Sharded):
             self.net[0].weight.grad.abs().max()
 
 
+class NormsOnceMore(Sharded):
+    """By the line by which all ranks did before."""
+
+    def norm(self):
+        return self.net[0].weight.grad.norm()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norm()
+        if self.global_step == 1 and self.global_rank == 0:
+            self.norm()
+
+
 class StopsAlone(Sharded):
     """Rank 1 alone ends its training early."""
 
@@ -141,6 +153,7 @@ class OtherModule(Sharded):
         (GathersGradientAlone, MOVES),
         (GathersClippingAlone, MOVES),
         (NormsGradientsAlone, AHEAD.format("linalg_vector_norm")),
+        (NormsOnceMore, "linalg_vector_norm a gradient or parameter"),
         (NormsBehindBackwardAlone, "softmax a gradient or parameter"),
         (NormsClippingAlone, AHEAD.format("max")),
         (StopsAlone, "its run's end"),
