@@ -12,6 +12,7 @@ from lightning_autoparallel.checkpoint.sharded import (
     load_sharded_model,
     load_sharded_optimizers,
     model_state,
+    read_sharded_model,
     save_folder,
 )
 from lightning_autoparallel.checkpoint.shards_of_ranks import ShardsOfRanks
@@ -62,6 +63,7 @@ __all__ = [
     "own_checkpoint",
     "put_back_in",
     "read_file",
+    "read_sharded_model",
     "save_folder",
     "save_weights",
     "state_bytes",

@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autoparallel.apply import gathered
+from lightning_autoparallel.apply import gathered, shard_like
 from lightning_autoparallel.checkpoint.location import TRAINER_STATE, Location
 from lightning_autoparallel.checkpoint.optimizers import empty_optimizer_state, load_optimizer_state
+from lightning_autoparallel.checkpoint.single import load_full_model_state
 from lightning_autoparallel.checkpoint.together import first_rank_runs
 from lightning_autoparallel.errors import CheckpointError
 from lightning_autoparallel.torch_compat.dcp import LoadPlanner, reader_of, writer_to
+from lightning_autoparallel.torch_compat.tree import tree_map
 
 RANDOM_STATE = "autoparallel_random_state"
 FOUND_PLAN = "autoparallel_found_plan"
@@ -89,31 +92,51 @@ def save_folder(
     first_rank_runs(finish, group)
 
 
-def load_sharded_model(
-    location: Location, module: nn.Module, strict: bool, weights_only: bool | None
+def read_sharded_model(
+    location: Location, module: nn.Module, strict: bool, weights_only: bool | None, apart: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Load a folder into a module, on whatever mesh; the Trainer's state and the random state.
+    """Read a folder as a module lies, on whatever mesh; the Trainer's state and the random state.
 
-    The Trainer's state says by an empty list that the folder has optimizers' states, too.
+    The Trainer's state says by an empty list that the folder has optimizers' states, too. Its ``state_dict`` is to be
+    loaded (``load_sharded_model``).
 
     Args:
         weights_only: as for ``torch.load``, whose default is True: nothing is unpickled but tensors and plain values.
+        apart: into memory of its own, as hooks may change what is loaded, or keep the module's values.
 
     Raises:
         CheckpointError: there is no complete sharded checkpoint, or it does not fit.
     """
     reader, metadata, trainer_state = opened(location, weights_only)
     _check_names(location, metadata, module, strict)
-    states = {MODEL: model_state(module)}
+    model = model_state(module)
+    if apart:
+        model = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, dict(model))
+    states = {MODEL: model}
     _fill(states, location, reader, weights_only)
-    if _has_own_names(module):
-        module.load_state_dict(states[MODEL], strict=strict)
-    else:
-        set_model_state_dict(module, states[MODEL], options=StateDictOptions(strict=strict))
     random_state = trainer_state.pop(RANDOM_STATE, {})
     # of what is saved beside optimizers; a module may have none
     optimizers: dict[str, Any] = {"optimizer_states": []} if "lr_schedulers" in trainer_state else {}
     return {**trainer_state, **optimizers, "state_dict": states[MODEL]}, random_state
+
+
+def load_sharded_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a ``state_dict`` that was read of a folder, in which hooks may have put whole tensors.
+
+    Raises:
+        CheckpointError: keys are missing or unexpected (if ``strict``), or a shape differs.
+    """
+    try:
+        if _has_own_names(module):
+            return load_full_model_state(module, state, strict)
+        present = model_state(module)
+        given = {
+            name: value if isinstance(value, DTensor) else shard_like(present.get(name), value)
+            for name, value in state.items()
+        }
+        set_model_state_dict(module, given, options=StateDictOptions(strict=strict))
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 
 
 def load_sharded_optimizers(

@@ -33,6 +33,7 @@ from lightning_autoparallel.checkpoint import (
     on_host,
     optimizer_state,
     read_file,
+    read_sharded_model,
     save_folder,
     state_bytes,
     write_file,
@@ -273,7 +274,7 @@ class SavingStrategy(WorldStrategy):
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of shards into the sharded model, or read a single file for Lightning."""
+        """Read a folder of shards as the sharded model lies, or a single file, for Lightning."""
         self.wait_for_checkpoint()
         weights_only = weights_only_of_run() if weights_only is None else weights_only
         path = self.broadcast(str(checkpoint_path))
@@ -288,7 +289,9 @@ class SavingStrategy(WorldStrategy):
         else:
             module = self.lightning_module
             assert module is not None
-            checkpoint, random_state = load_sharded_model(self._folder, module, module.strict_loading, weights_only)
+            changes = gets_checkpoints(module, "on_load_checkpoint")
+            strict = module.strict_loading
+            checkpoint, random_state = read_sharded_model(self._folder, module, strict, weights_only, apart=changes)
         found = checkpoint.pop(FOUND_PLAN, None)
         if self._engine is not None:
             self._engine.draws.state = random_state
@@ -308,9 +311,11 @@ class SavingStrategy(WorldStrategy):
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Cut the model of a single file into shards; ``load_checkpoint`` has loaded that of a folder."""
-        if self._folder is None:
-            assert self.lightning_module is not None
+        """Cut the model of a single file into shards; that of a folder has been read as it lies."""
+        assert self.lightning_module is not None
+        if self._folder is not None:
+            load_sharded_model(self.lightning_module, checkpoint["state_dict"], strict)
+        else:
             if not self._restored and self._engine is not None and self._control is not None:
                 shard_what_hooks_made(self._engine, self._control, self.precision_plugin.convert_module)
             load_full_model_state(self.lightning_module, checkpoint["state_dict"], strict, self._on_disk)

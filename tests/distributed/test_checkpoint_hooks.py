@@ -284,6 +284,38 @@ def test_layers_that_some_ranks_make(worlds: Worlds, tmp_path: Path) -> None:
     assert second.startswith("ConfigError: on_load_checkpoint has made the parameters none on this rank")
 
 
+class ChangesLoaded(Run):
+    """Loads other values than were saved: half of a weight, a new bias, and nothing for another one."""
+
+    strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state["net.0.weight"].mul_(0.5)
+        state["net.2.bias"] = torch.tensor([0.1, 0.2, 0.3])
+        del state["net.0.bias"]
+        assert float(self.net[0].weight.max()) == pytest.approx(0.3)  # nothing is loaded yet
+
+
+class TakesLoadedAway(Run):
+    """Of a model that takes all or nothing."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["net.0.bias"]
+
+
+@pytest.mark.parametrize("options", [{}, FOLDER])
+def test_what_is_loaded_is_what_hooks_leave(options: dict[str, Any], worlds: Worlds, tmp_path: Path) -> None:
+    ours, plain = str(tmp_path / "ours.ckpt"), str(tmp_path / "plain.ckpt")
+    fit(Run, None, plain)
+    expected, _ = fit(ChangesLoaded, None, None, plain)
+    worlds(2).run(fit, Run, MESH, ours, None, options)
+    for found, _ in worlds(2).run(fit, ChangesLoaded, MESH, None, ours, options):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for error in worlds(2).run(error_of, TakesLoadedAway, ours):
+        assert error.startswith("CheckpointError: the checkpoint does not fit the model") and "net.0.bias" in error
+
+
 class GivenModule(Run):
     """Has a module among its hyperparameters, as a backbone that is made outside."""
 
