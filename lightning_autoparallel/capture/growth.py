@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_autoparallel.capture.growth_rules import ZERO, Growth, growth_of_call, growth_of_number, is_view
+from lightning_autoparallel.capture.growth_rules import ZERO, Growth, growth_of_call, growth_of_number, highest, is_view
 from lightning_autoparallel.torch_compat.dispatch import OpOverload, TorchDispatchMode, written
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
@@ -97,6 +97,5 @@ class _Known:
         """Of a part that is written the rest stays."""
         root = self._root(tensor)
         if root != id(tensor):
-            before = self._growths.get(root, 0.0)
-            growth = growth if before in (ZERO, growth) else before if growth == ZERO else UNKNOWN
+            growth = highest([self._growths.get(root, 0.0), growth])
         self._growths[root] = growth

@@ -1,7 +1,7 @@
 """What one call of an operator does to growth: see ``growth``. Of what is not listed here nothing is claimed.
 
-Values are homogeneous functions of how often each row is there, of a degree that products add, quotients subtract and
-sums of unlike degrees lose. A sum over dims that grow adds one for each doubling.
+Values are functions of how often each row is there, of a degree that products add and quotients subtract; a sum has the
+highest degree of what is added. A sum over dims that grow adds one for each doubling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Of = Callable[[Any, Any], Growth]
 Pair = tuple[Any, Any]
 
 _JOINED = {  # by the places of what is added, or stands side by side
-    **dict.fromkeys(("add", "sub", "rsub", "maximum", "minimum", "fmax", "fmin", "hypot", "lerp"), (0, 1)),
+    **dict.fromkeys(("add", "sub", "rsub", "maximum", "fmax", "hypot", "lerp"), (0, 1)),
     **dict.fromkeys(("slice_scatter", "select_scatter"), (0, 1)),
     "scatter": (0, 3),
     **dict.fromkeys(("cat", "stack"), (0,)),
@@ -35,6 +35,7 @@ _JOINED = {  # by the places of what is added, or stands side by side
     "masked_fill": (0, 2),
     "where": (1, 2),
 }
+_LESSER = {"minimum", "fmin"}
 _COMPARED = {"eq", "ne", "lt", "le", "gt", "ge", "isclose"}
 _SUMS = {"sum", "nansum"}
 _COUNTS = {"count_nonzero", "histc"}
@@ -62,7 +63,10 @@ def growth_of_number(one: Any, other: Any) -> Growth:
         return 0.0 if one is other or one == other else None
     if one == other:
         return ZERO if one == 0 and type(one) is not bool else 0.0
-    return _whole(math.log2(other / one)) if one > 0 and other > 0 else None
+    if not (one > 0 and other > 0 and math.isfinite(other / one)):
+        return None
+    growth = math.log2(other / one)
+    return growth if (whole := _whole(growth)) is None else whole  # a count and a number: nearly one
 
 
 def name_of(operator: OpOverload) -> str:
@@ -92,7 +96,7 @@ def _by_name(name: str, one: Call, pairs: list[Pair], result: Pair, of: Of) -> G
     if name in _FILLED:
         return of(*pairs[_FILLED[name]])
     if name in _JOINED:
-        return _join(_growths([pairs[place] for place in _JOINED[name] if place < len(pairs)], of))
+        return highest(_growths([pairs[place] for place in _JOINED[name] if place < len(pairs)], of))
     if not pairs or not isinstance(pairs[0][0], Tensor):
         return "unlisted"
     first = of(*pairs[0])
@@ -113,7 +117,9 @@ def _of_several(
     name: str, one: Call, first: Growth, pairs: list[Pair], result: Pair, of: Of
 ) -> Growth | Literal["unlisted"]:
     if name in _COMPARED:
-        return None if _join([first, of(*pairs[1])]) is None else 0.0
+        return None if _alike([first, of(*pairs[1])]) is None else 0.0
+    if name in _LESSER:
+        return _alike([first, of(*pairs[1])])
     if name == "mul":
         return _plus(first, of(*pairs[1]))
     if name == "div" and not one.kwargs.get("rounding_mode"):
@@ -121,7 +127,7 @@ def _of_several(
     if name in _PRODUCTS:
         return _product(pairs, of)
     if name in _ADDED_PRODUCTS:
-        return _join([first, _product(pairs[1:], of)])
+        return highest([first, _product(pairs[1:], of)])
     if name in _ADDED_AT:
         return _added_at(one, pairs, of)
     if name in _SPREADS:
@@ -175,10 +181,17 @@ def _growths(pairs: Sequence[Pair], of: Of) -> list[Growth]:
     return [of(*leaf) for leaf in leaves if isinstance(leaf[0], (Tensor, float)) or type(leaf[0]) is int]
 
 
-def _join(growths: Sequence[Growth]) -> Growth:
-    """Of a sum: all must grow alike."""
+def _alike(growths: Sequence[Growth]) -> Growth:
+    """Of which one is picked, or tells something, for as long as all grow alike."""
     others = {growth for growth in growths if growth != ZERO}
     return ZERO if not others else others.pop() if len(others) == 1 else None
+
+
+def highest(growths: Sequence[Growth]) -> Growth:
+    """Of a sum, or of what stands side by side: a part of it grows so."""
+    if None in growths:
+        return None
+    return max((float(growth) for growth in growths if growth is not None and growth != ZERO), default=ZERO)
 
 
 def _plus(one: Growth, other: Growth) -> Growth:
@@ -217,7 +230,7 @@ def _added_at(one: Call, pairs: Sequence[Pair], of: Of) -> Growth:
     gone = [_gone(pair, pairs[0]) for pair in tensors[1:]] if is_added else [0.0]
     if len(tensors) < 2 or None in gone:
         return None
-    return _join([of(*pairs[0]), _plus(of(*tensors[-1]), max(each for each in gone if each is not None))])
+    return highest([of(*pairs[0]), _plus(of(*tensors[-1]), max(each for each in gone if each is not None))])
 
 
 def _gone(given: Pair, result: Pair) -> float | None:

@@ -47,6 +47,39 @@ class SumsGathered(SumsSynced):
         self.log("accuracy", hits / rows)
 
 
+class SumsFromZero(_Validates):
+    """Added up in numbers that Python begins with, by hand."""
+
+    quick = True
+
+    def on_validation_epoch_start(self):
+        self.hits, self.rows, self.loss = 0, 0, 1e-8
+
+    def validation_step(self, batch, batch_idx):
+        loss, hits, y = self._found(batch)
+        self.hits += hits
+        self.rows += len(y)
+        self.loss = self.loss + loss
+
+    def on_validation_epoch_end(self):
+        hits, rows, loss = (self.all_gather(value).sum() for value in (self.hits, self.rows, self.loss))
+        self.log("accuracy", hits / rows)
+        self.log("loss", loss / rows)
+
+
+class SumsOfParts(_Validates):
+    """Of which only a part grows with the rows."""
+
+    def validation_step(self, batch, batch_idx):
+        loss, _, y = self._found(batch)
+        self.outs.append(torch.stack([loss + 0 * self.net[0].weight.sum(), loss / len(y)]))
+
+    def on_validation_epoch_end(self):
+        every = self.all_gather(torch.stack(self.outs)).reshape(-1, 2)
+        self.log("total", every[:, 0].sum())
+        self.log("mean", every[:, 1].mean())
+
+
 class SumsOverRows(_Validates):
     """A total beside rows, of which there are as many as the rank has."""
 

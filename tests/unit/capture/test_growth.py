@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_autoparallel.capture.growth import Recording, growths
-from lightning_autoparallel.capture.growth_rules import Growth
+from lightning_autoparallel.capture.growth_rules import Growth, growth_of_number
 from lightning_autoparallel.torch_compat.tracing import fake_tracing
 
 ROWS, CLASSES = 6, 4
@@ -52,7 +52,8 @@ KNOWN: dict[str, tuple[float, Computed]] = {
     "chosen": (1, lambda x, y: torch.where(x.sum() > 0, x.sum(), -x.sum())),
 }
 UNKNOWN: dict[str, Computed] = {
-    "a sum and a mean": lambda x, y: x.sum() + x.mean(),
+    "less than a mean, and a sum": lambda x, y: torch.minimum(x.sum(), x.mean()),
+    "whether a sum is more than a mean": lambda x, y: (x.sum() > x.mean()).float(),
     "logarithm of a sum": lambda x, y: x.exp().sum().log(),
     "softmax over rows": lambda x, y: x.softmax(0).sum(),
     "product": lambda x, y: x.prod(),
@@ -99,6 +100,34 @@ def test_nothing_is_claimed_where_the_calls_do_not_tell(name: str):
     assert grown(UNKNOWN[name])[0] is None
 
 
+OF_PARTS: dict[str, tuple[float, Computed]] = {
+    "a sum and a mean": (1, lambda x, y: x.sum() + x.mean()),
+    "a sum and a number": (1, lambda x, y: x.sum() + 1.0),
+    "a sum, a bit more, by a count": (0, lambda x, y: (x.sum() + 1e-8) / torch.tensor(len(x)).add(1e-8)),
+    "a count that is one at least": (1, lambda x, y: torch.tensor(len(x)).maximum(torch.tensor(1))),
+    "a mean beside a count": (1, lambda x, y: torch.stack([x.mean(), torch.tensor(float(len(x)))])),
+    "a sum in one of several places": (1, lambda x, y: _in_ones(x.sum())),
+}
+
+
+def _in_ones(value: Tensor) -> Tensor:
+    found = torch.ones(3, dtype=value.dtype)
+    found[1] = value
+    return found
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_what_is_added_to_a_total_is_a_part_of_it(name: str):
+    expected, computed = OF_PARTS[name]
+    assert grown(computed)[0] == expected
+
+
+def test_a_count_that_is_no_multiple_is_one():
+    assert growth_of_number(8, 16) == 1.0
+    assert growth_of_number(9, 17) == pytest.approx(0.92, abs=0.01)
+    assert growth_of_number(0.5, 0.5000001) == 0.0
+
+
 def test_what_is_kept_grows_as_what_is_added():
     total = torch.ones(())
 
@@ -108,8 +137,8 @@ def test_what_is_kept_grows_as_what_is_added():
         return recording, found
 
     (once, value), (twice, again) = counted(3), counted(6)
-    assert growths(once.calls, twice.calls, [(value, again)]) == (None,)
-    assert growths(once.calls, twice.calls, [(value, again)], kept={id(total)}) == (1.0,)
+    assert growths(once.calls, twice.calls, [(value, again), (total, total)]) == (1.0, 0.0)
+    assert growths(once.calls, twice.calls, [(value, again), (total, total)], kept={id(total)}) == (1.0, "zero")
 
 
 def test_asking_a_tensor_where_it_is_computes_nothing() -> None:
