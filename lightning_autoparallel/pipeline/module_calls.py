@@ -7,6 +7,7 @@ whole parameters, and the modules that it calls are captured instead, down to th
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,7 +27,14 @@ from lightning_autoparallel.errors import (
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.synced_norms import SyncedNorms
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
-from lightning_autoparallel.torch_compat.interception import Original, inside_of, intercepted_calls, is_transformed
+from lightning_autoparallel.torch_compat.interception import (
+    Original,
+    inside_of,
+    intercepted_applies,
+    intercepted_calls,
+    is_transformed,
+    wrapped_regions,
+)
 
 # What says that one call cannot be captured; other errors are the user's to mend. A pass that leaves a broken graph is
 # at fault itself: training goes on without it, and the warning names it.
@@ -80,7 +88,8 @@ class ModuleCalls:
     def running(self) -> Iterator[None]:
         """Around the step, and around its backward, which may call modules again."""
         self.parameters.forget()  # an optimizer may have stepped since, whoever ran it
-        with self.parameters, intercepted_calls(self._call):
+        applies, regions = intercepted_applies(self._apply), wrapped_regions(self._seen)
+        with self.parameters, intercepted_calls(self._call), applies, regions:
             yield
 
     @contextlib.contextmanager
@@ -149,6 +158,17 @@ class ModuleCalls:
         self._host.replay(result)
         return result.output
 
+    def _apply(self, original: Original, args: tuple[Any, ...]) -> Any:
+        """Of a function with its own backward, which computes with whole parameters, as do functions given to it."""
+        if self._captures:
+            return original(*args)
+        with self._whole():
+            return original(*(self._seen(arg) if _is_function(arg) else arg for arg in self.parameters.whole(args)))
+
+    def _seen(self, function: Original) -> Original:
+        """What a backward calls."""
+        return function if self._captures else self.parameters.seen_in(function)
+
     def _run_eagerly(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.eager(), self._whole():
             return original(module, *args, **kwargs)
@@ -167,6 +187,10 @@ class ModuleCalls:
 
     def _shown(self, path: str) -> str:
         return f"module '{path}'" if path else type(self._engine.module).__name__
+
+
+def _is_function(value: Any) -> bool:
+    return inspect.isfunction(value) or inspect.ismethod(value)
 
 
 def _captured_paths(root: nn.Module, names: Sequence[str] | None) -> dict[int, tuple[str, nn.Module]]:

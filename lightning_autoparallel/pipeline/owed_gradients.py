@@ -67,6 +67,7 @@ class OwedGradients:
         self._refuses: Refusal | None = None
         self._addend = addend or (lambda parameter, gradient: gradient)
         self._owed: list[tuple[DTensor, weakref.ref[Tensor]]] = []
+        self._made_in_backward: list[tuple[DTensor, Tensor]] | None = None  # kept until it ends
 
     def leaf(self, parameter: DTensor, whole: Tensor) -> Tensor:
         """``whole``, as what autograd follows in the place of the parameter."""
@@ -74,6 +75,8 @@ class OwedGradients:
         if self._refuses is not None:
             leaf.register_hook(self._refuses)
         self._owed.append((parameter, weakref.ref(leaf)))
+        if self._made_in_backward is not None:  # a region that is checkpointed has a backward of its own in it
+            self._made_in_backward.append((parameter, leaf))
         return leaf
 
     @contextlib.contextmanager
@@ -112,14 +115,14 @@ class OwedGradients:
         owed = [(parameter, leaf()) for parameter, leaf in self._owed]  # graphs let go of their leaves
         differentiates = inspect.signature(function).bind(*args, **kwargs).arguments.get("create_graph")
         several = [] if differentiates else [p for p in hooked if any(p is parameter for parameter, _ in self._owed)]
-        with gradients_held(several) as held:
+        with gradients_held(several) as held, self._making_leaves() as made:
             function(*args, **kwargs)
         joined = [
             (parameter, gradient)
             for parameter, gradient in self._backwards.end()
             if asked is None or any(parameter is tensor for tensor in asked)
         ]
-        for parameter, gradient in itertools.chain(joined, self._of_leaves(owed)):
+        for parameter, gradient in itertools.chain(joined, self._of_leaves([*owed, *made])):
             if id(parameter) in held:
                 held[id(parameter)].append(gradient)
             else:
@@ -129,6 +132,16 @@ class OwedGradients:
                 with without_function_modes():
                     total = sum(came[1:], came[0])
                 torch.autograd.backward([parameter], [total])
+
+    @contextlib.contextmanager
+    def _making_leaves(self) -> Iterator[list[tuple[DTensor, Tensor]]]:
+        """The leaves that code makes in a backward, on all ranks alike."""
+        made: list[tuple[DTensor, Tensor]] = []
+        before, self._made_in_backward = self._made_in_backward, made
+        try:
+            yield made
+        finally:
+            self._made_in_backward = before
 
     def _of_leaves(self, owed: Sequence[tuple[DTensor, Tensor | None]]) -> Iterator[tuple[DTensor, Tensor]]:
         """What parameters get of their leaves, if any rank has something."""

@@ -28,10 +28,12 @@ from lightning_autoparallel.pipeline.backward_calls import END, BackwardCalls
 from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
 from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients, cut_like, mean_over_shards
 from lightning_autoparallel.pipeline.own_writes import OwnWrites
+from lightning_autoparallel.pipeline.plain_gradients import plain_gradients_refused
 from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import (
     innermost,
+    inside_of,
     is_wrapped,
     without_function_modes,
     without_transforms,
@@ -206,7 +208,8 @@ class WholeParameters(TorchFunctionMode):
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
             if not self._paused and _meets_wrapped_shards((*args, *kwargs.values())):
                 raise _transformed()
-            return func(*args, **kwargs)
+            is_hung = name == "register_hook" and len(args) == 2 and not self._paused
+            return func(args[0], self.seen_in(args[1])) if is_hung else func(*args, **kwargs)
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
             return func(*map(self._whole_of, args))
         if name in OF_THE_TENSOR_ITSELF:
@@ -221,14 +224,26 @@ class WholeParameters(TorchFunctionMode):
             return self._change(func, name, args, kwargs)
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
 
+    def whole(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a torch function is given in place of ``args``."""
+        return args if self._paused else tree_map(self._whole_of, args)  # type: ignore[no-any-return]
+
+    def seen_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which sees whole tensors also where it is called in a backward, which this mode has called."""
+
+        def seeing(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.nullcontext() if self._paused else inside_of(self):
+                return function(*args, **kwargs)
+
+        return seeing
+
     def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gradients add up where they lie, and hooks may step optimizers: what was gathered before is old."""
         self.forget()
+        trained = [p for p in self._module.parameters() if isinstance(p, DTensor) and p.requires_grad]
         try:
-            hooked = [
-                p for p in self._module.parameters() if isinstance(p, DTensor) and p.requires_grad and has_hooks(p)
-            ]
-            with hooks_on_shards(hooked, self._meet_in_hook):
+            hooked = [p for p in trained if has_hooks(p)]
+            with plain_gradients_refused(trained, self._place), hooks_on_shards(hooked, self._meet_in_hook):
                 self.owed.backward(func, args, kwargs, hooked)
         finally:
             self.forget()

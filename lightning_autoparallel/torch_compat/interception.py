@@ -1,18 +1,23 @@
-"""Calls of modules, seen by somebody else before they happen; and torch calls that no mode sees."""
+"""Calls of modules and of functions with a backward of their own, seen by somebody else before they happen; and torch
+calls that no mode sees.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 Original = Callable[..., Any]
+ApplyHandler = Callable[[Original, tuple[Any, ...]], Any]
 Handler = Callable[[Original, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -28,6 +33,40 @@ def intercepted_calls(handle: Handler) -> Iterator[None]:
         return handle(original, module, args, kwargs)
 
     with mock.patch.object(nn.Module, "__call__", call):
+        yield
+
+
+_OF_SHARDS = ("torch.distributed.", "lightning_autoparallel.")  # whose functions know what DTensors are
+_REGIONS = "_checkpoint_without_reentrant_generator"
+
+
+@contextlib.contextmanager
+def intercepted_applies(handle: ApplyHandler) -> Iterator[None]:
+    """While open, ``apply`` of a ``torch.autograd.Function`` is ``handle(original, args)``: no mode is asked of it."""
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    @functools.wraps(original)
+    def apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith(_OF_SHARDS):
+            return original(cls, *args, **kwargs)
+        return handle(functools.partial(original, cls, **kwargs), args)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextlib.contextmanager
+def wrapped_regions(wrap: Callable[[Original], Original]) -> Iterator[None]:
+    """While open, what ``torch.utils.checkpoint`` will run again in a backward is ``wrap(function)``.
+
+    Its other kind, which is reentrant, is a ``torch.autograd.Function`` that is given the function.
+    """
+    original = getattr(torch.utils.checkpoint, _REGIONS)
+
+    def regions(function: Original, *args: Any, **kwargs: Any) -> Any:
+        return original(wrap(function), *args, **kwargs)
+
+    with mock.patch.object(torch.utils.checkpoint, _REGIONS, regions):
         yield
 
 
