@@ -6,7 +6,7 @@ from lightning_autoparallel.capture.edges import check_edges
 from lightning_autoparallel.capture.effects import NoEffects, StepEffects
 from lightning_autoparallel.capture.leaf_stand_ins import leaf_counters
 from lightning_autoparallel.capture.leaves import check_same_leaves, flatten_batch, ragged_part
-from lightning_autoparallel.capture.modes import ModuleStates, Structures
+from lightning_autoparallel.capture.modes import ModuleStates, Numbers, Structures
 from lightning_autoparallel.capture.state import StepState
 from lightning_autoparallel.capture.step import StepRequest, TensorSpec, capture_step
 from lightning_autoparallel.capture.watch import Guard, Watcher, exact_repeats
@@ -18,6 +18,7 @@ __all__ = [
     "Guard",
     "ModuleStates",
     "NoEffects",
+    "Numbers",
     "StepEffects",
     "StepRequest",
     "StepState",

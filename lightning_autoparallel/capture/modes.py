@@ -1,10 +1,12 @@
-"""What besides the batch changes the graph of a module's step: its submodules, their modes, frozen parameters."""
+"""What besides the batch changes the graph of a module's step: its submodules, their classes and modes, frozen
+parameters.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import getitem, is_, is_not
 from typing import Any
@@ -12,19 +14,43 @@ from typing import Any
 from torch import Tensor, nn
 
 
+class Numbers:
+    """Numbers for sequences of objects, told apart by identity: equal on ranks that meet them alike."""
+
+    def __init__(self) -> None:
+        self._known: list[Sequence[Any]] = []
+
+    def number(self, found: Sequence[Any]) -> int:
+        """0 for the first one met, 1 for the next that differs in any object, and so on."""
+        for number, known in enumerate(self._known):
+            if len(known) == len(found) and all(map(is_, known, found)):
+                return number
+        self._known.append(found)
+        return len(self._known) - 1
+
+
 class Structures:
-    """Numbers for the sets of modules that a module was made of: equal on ranks that replace modules alike."""
+    """Numbers for the sets of modules that a module was made of, each of a class that has a ``forward``."""
 
     def __init__(self) -> None:
         self._known: list[list[weakref.ref[nn.Module]]] = []
+        self._codes = Numbers()
 
-    def number(self, modules: Sequence[nn.Module]) -> int:
-        """0 for the first set met, 1 for the next that differs in any object, and so on."""
+    def number(self, modules: Sequence[nn.Module]) -> tuple[int, int]:
+        """Of the objects, and of what their classes are."""
+        return self._of_objects(modules), self._codes.number([*map(type, modules), *forwards(modules)])
+
+    def _of_objects(self, modules: Sequence[nn.Module]) -> int:
         for number, known in enumerate(self._known):
             if len(known) == len(modules) and all(map(is_, (ref() for ref in known), modules)):
                 return number
         self._known.append([weakref.ref(module) for module in modules])
         return len(self._known) - 1
+
+
+def forwards(modules: Iterable[nn.Module]) -> list[Any]:
+    """What each class of theirs computes."""
+    return [getattr(kind, "forward", None) for kind in dict.fromkeys(map(type, modules))]
 
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -52,6 +78,8 @@ class ModuleStates:
         """Equal for states that share a graph."""
         if (
             any(map(is_not, map(getitem, self._holders, self._names_of_tables), self._held))
+            or any(map(is_not, map(type, self._modules), self._kinds))
+            or any(map(is_not, forwards(self._modules), self._forwards))
             or any(map(is_not, self._now(), self._parts))
             or any(self._empty)
             or sum(map(len, self._tables)) != len(self._parts)
@@ -71,6 +99,7 @@ class ModuleStates:
     def _walk(self) -> None:
         modules = list(self._module.modules())
         self._structure = self._structures.number(modules)
+        self._modules, self._kinds, self._forwards = modules, list(map(type, modules)), forwards(modules)
         self._attributes = [vars(module) for module in modules]
         self._holders = [own for own in self._attributes for _ in _TABLES]
         self._names_of_tables = [name for _ in self._attributes for name in _TABLES]
@@ -80,5 +109,6 @@ class ModuleStates:
         self._parts = list(self._now())
         self.parameters, self.buffers = tuple(self._module.parameters()), dict(self._module.named_buffers())
         names = [*(name for name, _ in self._module.named_parameters()), *self.buffers]
-        text = repr((names, [name for name, _ in self._module.named_modules()]))
+        dtypes = [str(tensor.dtype) for tensor in (*self.parameters, *self.buffers.values())]
+        text = repr((names, dtypes, [name for name, _ in self._module.named_modules()]))
         self._names = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # equal on all ranks

@@ -35,6 +35,7 @@ from lightning_autoparallel.apply import (
 from lightning_autoparallel.capture import (
     BatchLayout,
     ModuleStates,
+    Numbers,
     StepRequest,
     StepState,
     Structures,
@@ -113,7 +114,7 @@ class StepEngine:
 
     def __post_init__(self) -> None:
         self.deferred = DeferredGradients(self.module, self.context, self.device, self.reports)
-        self.ahead, self.shared = StepsAhead(self), SharedLeaves(self.context, self.batch_dims)
+        self.ahead, self.shared, self._codes = StepsAhead(self), SharedLeaves(self.context, self.batch_dims), Numbers()
 
     @property
     def constants(self) -> list[Tensor]:
@@ -184,7 +185,7 @@ class StepEngine:
             make_whole_before_loading(module, self.context.control)
         for hook in self._hooks:
             hook.remove()
-        self._copies, self._hooks, self._checked = [], [], None
+        self._copies, self._hooks, self._checked, self._captures = [], [], None, {}
         self.ahead.forget()
         self.deferred.forget()
         self._rebind_held()
@@ -208,7 +209,7 @@ class StepEngine:
         Raises:
             ConfigError: this rank has no such step, and others are about to run one.
         """
-        layout, state = describe_batch(leaves, self.batch_dims), self._module_state()
+        layout, state = describe_batch(leaves, self.batch_dims), self._state(call)
         known = self._variants.get((call.name, layout, state, frozenset(self._waiting(call))), [])
         index = next((i for i, variant in enumerate(known) if variant.holds(static_leaves(leaves))), None)
         if index is None:
@@ -270,8 +271,7 @@ class StepEngine:
         planned: StepRequest | None = None,  # what a plan was found for
         ahead: list[Callable[[], Agreement]] | None = None,  # takes how ranks agree on a step that may run before
     ) -> Variant:
-        state = self._call_state(call) if call.local else self._module_state()
-        key = (call.name, layout, state, frozenset(self._waiting(call)))
+        key = (call.name, layout, state := self._state(call), frozenset(self._waiting(call)))
         known = self._variants.setdefault(key, [])
         found = {**counters, **static_leaves(leaves)}
         index = next((i for i, variant in enumerate(known) if variant.holds(found)), len(known))
@@ -337,7 +337,9 @@ class StepEngine:
         self._check_parts(self.modes.parts)
         return key
 
-    def _call_state(self, call: StepCall) -> Any:
+    def _state(self, call: StepCall) -> Any:
+        if not call.local:
+            return self._module_state(), self._codes.number(call.code), call.seen_by_hooks
         owner = self._owner(call)
         structures = self._structures.setdefault(call.path, Structures())
         return structures.number(list(owner.modules())), call_state(owner, call.training, self.device)

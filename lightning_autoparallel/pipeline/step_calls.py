@@ -40,7 +40,7 @@ class StepCall:
     this rank's alone but for parameters, whose gradients are averaged over the batch shards. It has a backward where
     ``training`` says so and autograd records, which an ``evaluating`` step may ask for, too. ``rows`` are those of the
     batches that its loader gives, None if unknown. The batch of a ``common`` one is the same on all ranks. What it
-    keeps and returns may be ``seen_by_hooks``.
+    keeps and returns may be ``seen_by_hooks``. ``code`` is what ``run`` calls.
     """
 
     name: str
@@ -53,6 +53,7 @@ class StepCall:
     rows: int | None = None
     common: bool = False
     seen_by_hooks: bool = False
+    code: tuple[Any, ...] = ()
     evaluating: bool = False
 
     @property

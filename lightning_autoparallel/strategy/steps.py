@@ -318,12 +318,18 @@ class LightningSteps:
             loss_leaf=_loss_of if name == "training_step" else None,
             rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
             seen_by_hooks=name == "predict_step" or has_hooks(self._module, self._trainer),
+            code=_function_of(getattr(self._module, name)),
         )
 
     def _notice(self, message: str) -> None:
         if message not in self._noticed:
             self._noticed.add(message)
             rank_zero_warn(message)
+
+
+def _function_of(step: Any) -> tuple[Any, Any]:
+    """Of a method, which Python makes anew whenever it is asked for, what stays the same."""
+    return getattr(step, "__func__", step), getattr(step, "__self__", None)
 
 
 def _loss_of(output: Any) -> Tensor:
