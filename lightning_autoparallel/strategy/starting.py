@@ -41,6 +41,18 @@ def shard_and_load(engine: StepEngine, weights: WeightsToCome, control: ControlG
     _together(lambda: weights.load(engine.module), control)
 
 
+def still_lies_in_shards(engine: StepEngine) -> bool:
+    """Whether a module that was left in shards has them where the engine put them; every rank calls it.
+
+    Where another strategy, or the user, has moved it since, it is made whole, to be sharded anew.
+    """
+    mesh, parameters = engine.context.mesh.device_mesh, list(engine.module.parameters())
+    if not parameters or any(isinstance(own, DTensor) and own.device_mesh is mesh for own in parameters):
+        return True
+    engine.gather_parameters()
+    return False
+
+
 def shard_what_hooks_made(engine: StepEngine, control: ControlGroup, convert: Callable[[nn.Module], nn.Module]) -> None:
     """Shard parameters that have come later, as ``on_load_checkpoint`` makes layers as large as the checkpoint's.
 

@@ -53,7 +53,7 @@ from lightning_autoparallel.strategy.outside_calls import OutsideCalls
 from lightning_autoparallel.strategy.pruning import pruned_whole
 from lightning_autoparallel.strategy.saving import SavingStrategy
 from lightning_autoparallel.strategy.shown_stages import plan_summary, training_progress
-from lightning_autoparallel.strategy.starting import shard_and_load
+from lightning_autoparallel.strategy.starting import shard_and_load, still_lies_in_shards
 from lightning_autoparallel.strategy.steps import LightningSteps
 from lightning_autoparallel.strategy.whole import made_whole
 from lightning_autoparallel.torch_compat.anomaly import shards_asked_for_nan
@@ -269,6 +269,7 @@ class AutoParallelStrategy(SavingStrategy):
     def _engine_for(self, module: LightningModule) -> StepEngine:
         precision = self.precision_plugin
         if self._engine is not None and self._engine.module is module and self._engine_precision == precision.precision:
+            self._is_sharded = self._is_sharded and still_lies_in_shards(self._engine)
             if not self._is_sharded:
                 precision.convert_module(module)  # layers may have been replaced since
                 self._place_parameters(self._engine)

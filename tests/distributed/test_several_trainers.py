@@ -1,0 +1,62 @@
+"""One module in the hands of several Trainers: each finds it where the last one left it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.jobs import MESH, Net, make_strategy, make_trainer
+from tests.support.worlds import Worlds
+
+
+class Linear(Net):
+    """Wrong shapes between layers would be an error; here they would be other classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+
+def trained_in_turn(mesh: Mapping[str, int] | None, plan: str, by_hand: bool) -> list[float]:
+    """Losses of validations: one Trainer leaves shards, another, or the user, makes them whole, the first goes on."""
+    torch.manual_seed(0)
+    module = Linear()
+    loader = module.loader(dist.get_rank(), 2) if mesh else module.loader(0, 1)
+    module.train_dataloader = module.val_dataloader = lambda: loader
+
+    def trainer(**options: Any) -> Any:
+        strategy = make_strategy(mesh, {"plan": plan, "compile": False, **options}) if mesh else None
+        return make_trainer(strategy, 2 if mesh else 1, limit_val_batches=0)
+
+    first, second = trainer(leave_sharded=True), trainer()
+    first.fit(module)
+    if by_hand:
+        for parameter in [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]:
+            name = next(name for name, value in module.net.named_parameters() if value is parameter)
+            setattr(module.net, name, nn.Parameter(parameter.full_tensor().detach()))
+    else:
+        second.fit(module)
+    found = []
+    for _ in range(2):
+        first.limit_val_batches = 1.0
+        found += [first.validate(module, loader, verbose=False)[0]["val"]]
+        first.limit_val_batches = 0
+        first.fit_loop.max_epochs += 1
+        first.fit(module)
+    return found
+
+
+@pytest.mark.parametrize(("plan", "by_hand"), [("fsdp", False), ("fsdp", True), ("ddp", False)])
+def test_a_module_that_another_made_whole_is_sharded_anew(plan: str, by_hand: bool, worlds: Worlds) -> None:
+    expected = trained_in_turn(None, plan, by_hand)
+    for found in worlds(2).run(trained_in_turn, MESH, plan, by_hand):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
