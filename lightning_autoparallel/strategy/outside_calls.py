@@ -27,6 +27,7 @@ from lightning_autoparallel.pipeline.sharded_updates import ShardedUpdates
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.precision import ShardedPrecision
 from lightning_autoparallel.strategy import mixed_operands, shard_operators
+from lightning_autoparallel.strategy.loaded_states import loaded_as_parameters_lie
 from lightning_autoparallel.strategy.mixed_operands import MixedOperands
 from lightning_autoparallel.strategy.outside_gradients import OutsideGradients
 from lightning_autoparallel.strategy.read_shards import ReadShards
@@ -67,7 +68,8 @@ class OutsideCalls:
         self._own = {id(module) for module in self._module.modules()}
         numbers, moves = numbers_read_by(self._whole), redistributions_told(self._moved)
         updates = mock.patch.object(precision, "around_hooks", self._between)
-        with intercepted_calls(self._call), numbers, moves, self._listed_norms(), around_hooks(self._hook), updates:
+        hooks, states = around_hooks(self._hook), loaded_as_parameters_lie()
+        with intercepted_calls(self._call), numbers, moves, self._listed_norms(), hooks, updates, states:
             yield
 
     @contextlib.contextmanager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -78,3 +82,54 @@ def test_an_optimizer_made_before_fit_trains(worlds: Worlds) -> None:
 
 def test_an_optimizer_with_state_keeps_it(worlds: Worlds) -> None:
     assert_equals_one_device(worlds(2).run(train, SteppedBefore, MESH), train(SteppedBefore, None))
+
+
+class LoadsStates(Net):
+    """Whole states of one device, which user code loads where ``loads`` says."""
+
+    loads: ClassVar[str] = "configure_optimizers"
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "compile": False}
+    epochs = 2
+
+    def configure_optimizers(self):
+        optimizer = self.made()
+        self.load("configure_optimizers", optimizer)
+        return optimizer
+
+    def made(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, eps=1e-3)
+
+    def load(self, place: str, optimizer: Any) -> None:
+        if place != self.loads:
+            return
+        shapes = [parameter.shape for parameter in self.parameters()]
+        moments = {
+            number: {name: torch.linspace(0.1, 0.5, shape.numel()).reshape(shape) for name in ("exp_avg", "exp_avg_sq")}
+            for number, shape in enumerate(shapes)
+        }
+        state = {number: {"step": torch.tensor(3.0), **values} for number, values in moments.items()}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+    def on_train_start(self):
+        self.load("on_train_start", self.optimizers())
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.load("on_train_epoch_start", self.trainer.optimizers[0])
+
+
+class LoadsStatesAtTheStart(LoadsStates):
+    loads = "on_train_start"
+
+
+class LoadsStatesLater(LoadsStates):
+    loads = "on_train_epoch_start"
+
+
+class LoadsStatesOfCopies(LoadsStatesLater):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp", "compile": False}
+
+
+@pytest.mark.parametrize("kind", [LoadsStates, LoadsStatesAtTheStart, LoadsStatesLater, LoadsStatesOfCopies])
+def test_states_that_user_code_loads_are_cut(kind: type[Net], worlds: Worlds) -> None:
+    assert_equals_one_device(worlds(2).run(train, kind, MESH), train(kind, None))
