@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_autoparallel.capture import Watcher
 from lightning_autoparallel.config import CaptureSpec
@@ -22,6 +22,7 @@ from lightning_autoparallel.pipeline import StepCall, StepEngine
 from lightning_autoparallel.pipeline.module_calls import NOT_CAPTURED
 from lightning_autoparallel.pipeline.owed_gradients import mean_over_shards
 from lightning_autoparallel.pipeline.plan_of_calls import begin_step
+from lightning_autoparallel.pipeline.sharded_updates import needs_no_help
 from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.early_gradients import free_gradients, told_of_kept
 from lightning_autoparallel.strategy.forward_steps import PRECISION_CONTEXTS, ForwardSteps
@@ -218,9 +219,9 @@ class LightningSteps:
         return run
 
     def told_loss(self, optimizer: Optimizer, loss: Any) -> Any:
-        """What an optimizer is told of its closure; one that decides by it decides alike on all ranks."""
-        is_own = self.mode("training_step") == "forward" and isinstance(loss, Tensor)  # of this rank's rows
-        if not is_own or not isinstance(optimizer, LBFGS):
+        """What an optimizer is told of its closure; one that may decide by it decides alike on all ranks."""
+        is_own = self.mode("training_step") == "forward" and isinstance(loss, Tensor) and not loss.dim()
+        if not is_own or needs_no_help(optimizer):  # such a one returns it
             return loss
         return mean_over_shards(loss, self._engine.context.mesh)
 

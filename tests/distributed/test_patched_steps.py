@@ -79,3 +79,64 @@ class OtherGradients(Patched):
 def test_it_updates_as_on_one_device(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None)
     assert_equals_one_device(worlds(2).run(train, kind, MESH, 2), expected, tolerance=1e-4)
+
+
+class ByLoss(torch.optim.Optimizer):
+    """Steps as far as its closure's loss is large (Polyak 1987), and half as far until that is less, at most twice."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        parameters = self.param_groups[0]["params"]
+        moves = [parameter.grad.clone() for parameter in parameters]
+        rate = -4 * float(loss)
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter, move in zip(parameters, moves, strict=True):
+                    parameter.add_(move, alpha=rate)
+                with torch.enable_grad():
+                    found = closure()
+                if float(found) < float(loss):
+                    break
+                for parameter, move in zip(parameters, moves, strict=True):
+                    parameter.add_(move, alpha=-rate)
+            rate /= 2
+        return loss
+
+
+class Searching(Net):
+    """Each rank's closure has the loss of its own rows."""
+
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "capture": "forward", "compile": False}
+
+    def configure_optimizers(self):
+        return ByLoss(self.parameters())
+
+
+class SearchingByHand(Searching):
+    strategy: ClassVar[Mapping[str, Any]] = {"plan": "ddp", "compile": False}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", [Searching, SearchingByHand])
+def test_ranks_search_by_the_loss_of_all(kind: type[Net], worlds: Worlds) -> None:
+    expected = train(kind, None).parameters
+    for outcome in worlds(2).run(train, kind, MESH, timeout_s=60):
+        torch.testing.assert_close(outcome.parameters, expected, rtol=1e-4, atol=1e-5)
