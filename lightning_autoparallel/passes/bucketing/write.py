@@ -48,8 +48,9 @@ class BucketWriter:
         first = members[0]
         for member in members:
             hoist(_operand(member), first)
-        # Gloo converts a list to the first one's dtype; bytes are moved as they are.
-        as_bytes = len({_value(member).dtype for member in members}) > 1
+        # Gloo converts a list to the first one's dtype, and takes no complex ones; bytes are moved as they are.
+        dtypes = {_value(member).dtype for member in members}
+        as_bytes = len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes)
         start = self._caller(first, shared)
         operands = [_operand(member) for member in members]
         sent = [start(aten.view.dtype, operand, torch.uint8) if as_bytes else operand for operand in operands]
