@@ -33,7 +33,8 @@ from lightning_autoparallel.torch_compat.interception import (
     intercepted_applies,
     intercepted_calls,
     is_transformed,
-    wrapped_regions,
+    without_kept_parametrizations,
+    wrapped_for_backwards,
 )
 
 # What says that one call cannot be captured; other errors are the user's to mend. A pass that leaves a broken graph is
@@ -88,7 +89,7 @@ class ModuleCalls:
     def running(self) -> Iterator[None]:
         """Around the step, and around its backward, which may call modules again."""
         self.parameters.forget()  # an optimizer may have stepped since, whoever ran it
-        applies, regions = intercepted_applies(self._apply), wrapped_regions(self._seen)
+        applies, regions = intercepted_applies(self._apply), wrapped_for_backwards(self._seen)
         with self.parameters, intercepted_calls(self._call), applies, regions:
             yield
 
@@ -105,7 +106,7 @@ class ModuleCalls:
     def _capturing(self) -> Iterator[None]:
         before, self._captures = self._captures, True
         try:
-            with self.eager():
+            with self.eager(), without_kept_parametrizations():
                 yield
         finally:
             self._captures = before

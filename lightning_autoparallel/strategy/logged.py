@@ -7,7 +7,7 @@ another way later in the epoch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lightning_autoparallel.lightning_compat import Trainer, TrainerFn
@@ -15,7 +15,8 @@ from lightning_autoparallel.lightning_compat import Trainer, TrainerFn
 ALREADY_GLOBAL = "already the value of the global batch"  # as a group: ``reduce`` over it does nothing
 LoggedAs = dict[str, dict[str, Any]]  # by name: what the step's code says of joining over ranks
 
-_SAYS = ("sync_dist", "sync_dist_group", "rank_zero_only")
+_ROWS = "batch_size"
+_SAYS = ("sync_dist", "sync_dist_group", "rank_zero_only", _ROWS)
 
 
 def forget_earlier_runs(trainer: Trainer) -> None:
@@ -27,16 +28,17 @@ def forget_earlier_runs(trainer: Trainer) -> None:
 def note_logged(
     logged_as: LoggedAs, log: Callable[..., Any], names: Iterable[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Keep what a call ``log(*args, **kwargs)`` says of joining the values of these names."""
+    """Keep what a call ``log(*args, **kwargs)`` says of joining and weighing the values of these names."""
     given = inspect.signature(log).bind(*args, **kwargs).arguments
     for name in names:
         logged_as[name] = {key: given[key] for key in _SAYS if key in given}
 
 
-def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs, shards: int) -> None:
+def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs, shards: int, rows: Collection[int]) -> None:
     """From here on the step's own code logs: what it has logged in this epoch is as if it had done so all along.
 
-    Of a sum over whole batches each of the ranks that see different rows keeps its part, ``1 / shards``.
+    Of a sum over whole batches each of the ranks that see different rows keeps its part, ``1 / shards``; so does a mean
+    that the step has weighed by their ``rows``, of which its code counts a rank's from here on.
     """
     for result in (trainer._results or {}).values():
         sync = result.meta.sync
@@ -50,3 +52,5 @@ def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs, shards: int) -> 
             )
             if result.is_tensor and result.meta.on_epoch and result.meta.is_sum_reduction:
                 result.value = result.value / shards
+            elif result.is_tensor and result.meta.is_mean_reduction and said.get(_ROWS) in rows:
+                result.value, result.cumulated_batch_size = result.value / shards, result.cumulated_batch_size / shards

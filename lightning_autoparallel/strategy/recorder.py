@@ -98,7 +98,7 @@ class LightningEffects:
     ) -> None:
         self._module, self._watcher, self._notice, self._scopes = module, watcher, notice, scopes
         self._whole_batch, self._strict = whole_batch, strict_effects
-        self._logged_as: LoggedAs = {} if logged_as is None else logged_as
+        self.logged_as: LoggedAs = {} if logged_as is None else logged_as
         self._numbers = numbers
         self._calls: list[_Call] = []
         self._tensors: list[Tensor] = []
@@ -231,7 +231,7 @@ class LightningEffects:
         already_global = {"sync_dist": True, "sync_dist_group": ALREADY_GLOBAL} if self._whole_batch else {}
 
         def log(module: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            note_logged(self._logged_as, real_log, (name,), (module, name, value, *args), kwargs)
+            note_logged(self.logged_as, real_log, (name,), (module, name, value, *args), kwargs)
             if self._numbers is not None:
                 value = self._numbers.noted(value, real_log, (module, name, value, *args), kwargs)
             kwargs.update(already_global)
@@ -239,7 +239,7 @@ class LightningEffects:
 
         def log_dict(module: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
             names = dictionary if isinstance(dictionary, Mapping) else ()  # a metric's value has them at real steps
-            note_logged(self._logged_as, real_log_dict, names, (module, dictionary, *args), kwargs)
+            note_logged(self.logged_as, real_log_dict, names, (module, dictionary, *args), kwargs)
             values = (
                 dict(dictionary) if isinstance(dictionary, Mapping) and type(dictionary) is not dict else dictionary
             )

@@ -54,6 +54,7 @@ class LightningSteps:
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self._logged_as: LoggedAs = {}
+        self._rows_of_all: set[int] = set()  # of batches that were run whole
         self._replayed: dict[str, dict[int, LightningEffects]] = {}  # of each step, by identity
         self.launches = LaunchCounter(engine.context.mesh)
         self.modes: dict[str, str] = {}
@@ -240,11 +241,15 @@ class LightningSteps:
         assert isinstance(effects, LightningEffects)
         effects.check(ready.effect_whole, rows)
         result = ready.run(around)
+        batched = [leaf.shape for leaf in ready.layout.tensors if leaf.batched and leaf.shape]
+        self._rows_of_all |= {shape[0] * self._scopes.shards for shape in batched}
         if name == "training_step":
             # Of the variant that ran: the engine's reports are of the last one that was captured.
             self.launches.predicted = result.step.report.launches()
         self.modes[name] = "step"
         self._replayed.setdefault(name, {})[id(effects)] = effects
+        if effects.logged_as is not self._logged_as:  # captured in an earlier run
+            self._logged_as.update(effects.logged_as)
         effects.replay(result.effect_tensors, result.effect_whole, result.numbers, rows)
         return without_spare(result.output, args[0], rows, lambda tensor: result.row_dims.get(id(tensor)))
 
@@ -274,7 +279,7 @@ class LightningSteps:
                 error.args = (reason,)
             raise error
         self.modes[name] = "forward"
-        as_if_plainly_logged(self._trainer, self._logged_as, self._scopes.shards)
+        as_if_plainly_logged(self._trainer, self._logged_as, self._scopes.shards, self._rows_of_all)
         for effects in self._replayed.pop(name, {}).values():
             self._scopes.leave_whole(effects.metrics())
         self._notice(

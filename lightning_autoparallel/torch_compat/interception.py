@@ -14,7 +14,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.hooks import BackwardHook
 
 Original = Callable[..., Any]
 ApplyHandler = Callable[[Original, tuple[Any, ...]], Any]
@@ -56,18 +58,28 @@ def intercepted_applies(handle: ApplyHandler) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def wrapped_regions(wrap: Callable[[Original], Original]) -> Iterator[None]:
-    """While open, what ``torch.utils.checkpoint`` will run again in a backward is ``wrap(function)``.
+def wrapped_for_backwards(wrap: Callable[[Original], Original]) -> Iterator[None]:
+    """While open, what a backward will call is ``wrap(function)``: regions of ``torch.utils.checkpoint``, and hooks of
+    modules for gradients.
 
-    Its other kind, which is reentrant, is a ``torch.autograd.Function`` that is given the function.
+    Its other kind of regions, which is reentrant, is a ``torch.autograd.Function`` that is given the function.
     """
-    original = getattr(torch.utils.checkpoint, _REGIONS)
+    run_again, hooks = getattr(torch.utils.checkpoint, _REGIONS), BackwardHook.__init__
 
     def regions(function: Original, *args: Any, **kwargs: Any) -> Any:
-        return original(wrap(function), *args, **kwargs)
+        return run_again(wrap(function), *args, **kwargs)
 
-    with mock.patch.object(torch.utils.checkpoint, _REGIONS, regions):
+    def of_module(self: Any, module: nn.Module, after: list[Original], before: list[Original]) -> None:
+        hooks(self, module, list(map(wrap, after)), list(map(wrap, before)))
+
+    of_hooks = mock.patch.object(BackwardHook, "__init__", of_module)
+    with mock.patch.object(torch.utils.checkpoint, _REGIONS, regions), of_hooks:
         yield
+
+
+def without_kept_parametrizations() -> contextlib.AbstractContextManager[Any]:
+    """Inside ``parametrize.cached()``: parametrized values are computed anew, and nobody outside is given them."""
+    return mock.patch.object(parametrize, "_cache", {})
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:

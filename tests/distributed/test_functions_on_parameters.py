@@ -122,6 +122,30 @@ class HookOfActivation(Forward):
         return super().loss((hidden, batch[1]))
 
 
+class HookOfModule(Forward):
+    """Of gradients of a module's results, and of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].register_full_backward_hook(lambda module, given, _: (given[0] + self.mixing.detach().sum(),))
+        self.net[2].register_full_backward_pre_hook(lambda module, made: (made[0] * self.mixing.detach().mean(),))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.mixing.square().mean()
+
+
+class KeptParametrizations(Forward):
+    """Whose values a captured module is not given: they are of the step around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[2])
+
+    def loss(self, batch: Any) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return super().loss((batch[0] @ self.mixing, batch[1])) + self.net[2].weight.square().sum()
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -133,6 +157,8 @@ class HookOfActivation(Forward):
         ReentrantRegion,
         ReentrantModule,
         HookOfActivation,
+        HookOfModule,
+        KeptParametrizations,
     ],
 )
 def test_they_train_as_on_one_device(kind: type[Net], worlds: Worlds) -> None:

@@ -60,3 +60,43 @@ def test_a_module_that_another_made_whole_is_sharded_anew(plan: str, by_hand: bo
     expected = trained_in_turn(None, plan, by_hand)
     for found in worlds(2).run(trained_in_turn, MESH, plan, by_hand):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class ReadsLater(Net):
+    """In the middle of a second training a batch's loss is read, from which on its own code logs."""
+
+    steps = 4
+    goes_on = reads = False
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.reads = self.goes_on and batch_idx >= 2
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if self.reads:
+            assert loss.item() > 0
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+        self.log("rows", float(len(batch[0])), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        return loss
+
+
+def logged_twice(mesh: Mapping[str, int] | None) -> list[dict[str, float]]:
+    """Epoch values of two trainings with one Trainer."""
+    torch.manual_seed(0)
+    module = ReadsLater()
+    strategy = make_strategy(mesh, {"plan": "fsdp", "compile": False}) if mesh else None
+    trainer = make_trainer(strategy, 2 if mesh else 1)
+    loader = module.loader(dist.get_rank(), 2) if mesh else module.loader(0, 1)
+    found = []
+    for module.goes_on in (False, True):
+        trainer.fit(module, loader)
+        trainer.fit_loop.max_epochs += 1
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert strategy is None or strategy.modes["training_step"] == "forward"
+    return found
+
+
+def test_values_of_an_epoch_are_joined_as_the_step_said_in_an_earlier_run(worlds: Worlds) -> None:
+    expected = logged_twice(None)
+    for found in worlds(2).run(logged_twice, MESH):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
