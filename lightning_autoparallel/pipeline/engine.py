@@ -225,8 +225,7 @@ class StepEngine:
             ConfigError: ranks hold batches of different shapes, or different values of a replicated leaf.
             CaptureError: ranks took different branches, or froze different parameters.
         """
-        paths = [leaf.path for leaf in prepared.layout.tensors]
-        leaves = [(path, leaf) for path, leaf in zip(paths, batch, strict=True) if leaf is not None]
+        leaves = [(own.path, one) for own, one in zip(prepared.layout.tensors, batch, strict=True) if one is not None]
         check_agreement(self.context, prepared.call, prepared.layout, leaves, prepared.index, prepared.module_state)
 
     def execute(

@@ -201,8 +201,7 @@ class WholeParameters(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ("backward", "grad") and not self._paused and not isinstance(func, GetSetDescriptorType):
             return self._backward(func, args, kwargs) if name == "backward" else self.owed.gradients(func, args, kwargs)
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):

@@ -251,9 +251,8 @@ class AutoParallelStrategy(SavingStrategy):
         engine.optimizers, engine.placed = partial(self._all_optimizers, trainer), self._steps.forget_captures
         self._outside = OutsideCalls(engine)
         self._while_set_up.enter_context(self._outside.installed(self.precision_plugin))
-        self._while_set_up.enter_context(self._steps.around_hooks())
-        self._while_set_up.enter_context(self.together_between_steps(trainer))
-        self._while_set_up.enter_context(joined_over_rows(self.mesh))
+        for around in (self._steps.around_hooks(), self.together_between_steps(trainer), joined_over_rows(self.mesh)):
+            self._while_set_up.enter_context(around)
         self._while_set_up.enter_context(pruned_whole(trainer, self.whole_parameters))
         count_every_row_once(trainer, self.mesh)
         self._while_set_up.enter_context(assigned_in_shards(self._outside.assigned))
