@@ -63,10 +63,7 @@ def growth_of_number(one: Any, other: Any) -> Growth:
         return 0.0 if one is other or one == other else None
     if one == other:
         return ZERO if one == 0 and type(one) is not bool else 0.0
-    if not (one > 0 and other > 0 and math.isfinite(other / one)):
-        return None
-    growth = math.log2(other / one)
-    return growth if (whole := _whole(growth)) is None else whole  # a count and a number: nearly one
+    return _whole(math.log2(other / one)) if one > 0 and other > 0 else None
 
 
 def name_of(operator: OpOverload) -> str:

@@ -20,6 +20,7 @@ from lightning_autoparallel.errors import CaptureError
 from lightning_autoparallel.torch_compat.tree import tree_leaves
 
 _COPIES = "copy_"
+_NEARLY_TWICE = 1.5
 _ADDS = ("add", "sub", "index_add", "scatter_add", "index_put")
 
 
@@ -61,7 +62,7 @@ def check_shown(name: str, once: Run, twice: Run, buffers: Mapping[str, Tensor],
     values = [(one.value, other.value) for one, other in zip(once.shown, twice.shown, strict=True)]
     found = growths(once.calls, twice.calls, [*values, *((sum_, sum_) for sum_ in sums.values())], _kept(sums, reads))
     for shown, growth, (value, grown) in zip(once.shown, found, values, strict=False):
-        if _grows(growth):
+        if _grows(growth) or _is_larger(value, grown):
             raise _refused(name, shown.line, shown.what)
         if isinstance(value, Tensor) and isinstance(grown, Tensor) and value.shape != grown.shape:
             raise CaptureError(
@@ -113,6 +114,12 @@ def _kept(sums: Mapping[str, Tensor], reads: StateReads) -> set[int]:
 
 def _grows(growth: Growth) -> bool:
     return growth not in (None, ZERO, 0.0)
+
+
+def _is_larger(value: Any, grown: Any) -> bool:
+    """Of a number that is no multiple: a count and something else."""
+    are_numbers = all(type(each) in (int, float) for each in (value, grown))
+    return are_numbers and 0 < _NEARLY_TWICE * value < grown
 
 
 def _refused(name: str, line: str, what: str) -> CaptureError:

@@ -50,7 +50,12 @@ class Structures:
 
 def forwards(modules: Iterable[nn.Module]) -> list[Any]:
     """What each class of theirs computes."""
-    return [getattr(kind, "forward", None) for kind in dict.fromkeys(map(type, modules))]
+    return [_forward_of(kind) for kind in dict.fromkeys(map(type, modules))]
+
+
+def _forward_of(kind: type) -> Any:
+    """As its class holds it: what Python gives of some descriptors is new each time."""
+    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
 
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -80,6 +85,7 @@ class ModuleStates:
             any(map(is_not, map(getitem, self._holders, self._names_of_tables), self._held))
             or any(map(is_not, map(type, self._modules), self._kinds))
             or any(map(is_not, forwards(self._modules), self._forwards))
+            or self._dtypes != [parameter.dtype for parameter in self.parameters]
             or any(map(is_not, self._now(), self._parts))
             or any(self._empty)
             or sum(map(len, self._tables)) != len(self._parts)
@@ -108,7 +114,7 @@ class ModuleStates:
         self._empty = [table for table in tables if not table]
         self._parts = list(self._now())
         self.parameters, self.buffers = tuple(self._module.parameters()), dict(self._module.named_buffers())
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         names = [*(name for name, _ in self._module.named_parameters()), *self.buffers]
-        dtypes = [str(tensor.dtype) for tensor in (*self.parameters, *self.buffers.values())]
-        text = repr((names, dtypes, [name for name, _ in self._module.named_modules()]))
+        text = repr((names, self._dtypes, [name for name, _ in self._module.named_modules()]))
         self._names = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # equal on all ranks

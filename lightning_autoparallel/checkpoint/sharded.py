@@ -135,6 +135,8 @@ def load_sharded_model(module: nn.Module, state: Mapping[str, Any], strict: bool
             for name, value in state.items()
         }
         set_model_state_dict(module, given, options=StateDictOptions(strict=strict))
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 

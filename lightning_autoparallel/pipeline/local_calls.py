@@ -24,8 +24,8 @@ def records_gradients(owner: nn.Module, arguments: Sequence[Any]) -> bool:
 def call_state(owner: nn.Module, training: bool, device: torch.device) -> Any:
     """What besides the arguments changes the graph.
 
-    Modes, frozen parameters, names in each submodule that hold a tensor now, whether autograd records, autocast, and
-    whether a checkpoint region is open.
+    Modes, frozen parameters, dtypes, names in each submodule that hold a tensor now, whether autograd records,
+    autocast, and whether a checkpoint region is open.
     """
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -33,7 +33,7 @@ def call_state(owner: nn.Module, training: bool, device: torch.device) -> Any:
     return (
         tuple(tuple(name for name, tensor in table.items() if tensor is not None) for table in tables),
         tuple(submodule.training for submodule in owner.modules()),
-        tuple(parameter.requires_grad for parameter in owner.parameters()),
+        tuple((parameter.requires_grad, parameter.dtype) for parameter in owner.parameters()),
         training,
         autocast,
         saving_is_hooked(),

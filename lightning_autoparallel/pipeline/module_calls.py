@@ -7,7 +7,6 @@ whole parameters, and the modules that it calls are captured instead, down to th
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,8 +28,8 @@ from lightning_autoparallel.pipeline.synced_norms import SyncedNorms
 from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
 from lightning_autoparallel.torch_compat.interception import (
     Original,
+    given_to_functions,
     inside_of,
-    intercepted_applies,
     intercepted_calls,
     is_transformed,
     without_kept_parametrizations,
@@ -89,7 +88,7 @@ class ModuleCalls:
     def running(self) -> Iterator[None]:
         """Around the step, and around its backward, which may call modules again."""
         self.parameters.forget()  # an optimizer may have stepped since, whoever ran it
-        applies, regions = intercepted_applies(self._apply), wrapped_for_backwards(self._seen)
+        applies, regions = given_to_functions(self._given), wrapped_for_backwards(self._seen)
         with self.parameters, intercepted_calls(self._call), applies, regions:
             yield
 
@@ -159,12 +158,9 @@ class ModuleCalls:
         self._host.replay(result)
         return result.output
 
-    def _apply(self, original: Original, args: tuple[Any, ...]) -> Any:
-        """Of a function with its own backward, which computes with whole parameters, as do functions given to it."""
-        if self._captures:
-            return original(*args)
-        with self._whole():
-            return original(*(self._seen(arg) if _is_function(arg) else arg for arg in self.parameters.whole(args)))
+    def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """To a function with a backward of its own, which computes with whole parameters."""
+        return args if self._captures else self.parameters.whole(args)
 
     def _seen(self, function: Original) -> Original:
         """What a backward calls."""
@@ -188,10 +184,6 @@ class ModuleCalls:
 
     def _shown(self, path: str) -> str:
         return f"module '{path}'" if path else type(self._engine.module).__name__
-
-
-def _is_function(value: Any) -> bool:
-    return inspect.isfunction(value) or inspect.ismethod(value)
 
 
 def _captured_paths(root: nn.Module, names: Sequence[str] | None) -> dict[int, tuple[str, nn.Module]]:

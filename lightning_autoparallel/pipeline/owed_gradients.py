@@ -67,7 +67,7 @@ class OwedGradients:
         self._refuses: Refusal | None = None
         self._addend = addend or (lambda parameter, gradient: gradient)
         self._owed: list[tuple[DTensor, weakref.ref[Tensor]]] = []
-        self._made_in_backward: list[tuple[DTensor, Tensor]] | None = None  # kept until it ends
+        self._made_in_backward: list[tuple[DTensor, Tensor | None]] | None = None  # those that have got a gradient
 
     def leaf(self, parameter: DTensor, whole: Tensor) -> Tensor:
         """``whole``, as what autograd follows in the place of the parameter."""
@@ -75,8 +75,8 @@ class OwedGradients:
         if self._refuses is not None:
             leaf.register_hook(self._refuses)
         self._owed.append((parameter, weakref.ref(leaf)))
-        if self._made_in_backward is not None:  # a region that is checkpointed has a backward of its own in it
-            self._made_in_backward.append((parameter, leaf))
+        if self._made_in_backward is not None:  # a region that is checkpointed may have a backward of its own in it
+            _keep_where_reached(leaf, parameter, self._made_in_backward)
         return leaf
 
     @contextlib.contextmanager
@@ -134,9 +134,9 @@ class OwedGradients:
                 torch.autograd.backward([parameter], [total])
 
     @contextlib.contextmanager
-    def _making_leaves(self) -> Iterator[list[tuple[DTensor, Tensor]]]:
+    def _making_leaves(self) -> Iterator[list[tuple[DTensor, Tensor | None]]]:
         """The leaves that code makes in a backward, on all ranks alike."""
-        made: list[tuple[DTensor, Tensor]] = []
+        made: list[tuple[DTensor, Tensor | None]] = []
         before, self._made_in_backward = self._made_in_backward, made
         try:
             yield made
@@ -201,6 +201,16 @@ class OwedGradients:
         with without_function_modes(), torch.no_grad():
             mine = _stand_in(parameter).detach() if gradient is None else gradient
             return as_parameter_lies(parameter, cut_like(mean_over_shards(mine, self._mesh), parameter))
+
+
+def _keep_where_reached(leaf: Tensor, parameter: DTensor, made: list[tuple[DTensor, Tensor | None]]) -> None:
+    place = len(made)
+    made.append((parameter, None))
+
+    def keep(reached: Tensor) -> None:
+        made[place] = parameter, reached
+
+    leaf.register_post_accumulate_grad_hook(keep)
 
 
 def _stand_in(parameter: DTensor) -> Tensor:

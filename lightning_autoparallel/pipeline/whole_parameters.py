@@ -224,8 +224,9 @@ class WholeParameters(TorchFunctionMode):
         return func(*tree_map(self._whole_of, args), **tree_map(self._whole_of, kwargs))
 
     def whole(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a torch function is given in place of ``args``."""
-        return args if self._paused else tree_map(self._whole_of, args)  # type: ignore[no-any-return]
+        """What a torch function is given in place of ``args``; containers without a DTensor are the same."""
+        wholes = (tree_map(self._whole_of, each) if _has_dtensor((each,)) else each for each in args)
+        return args if self._paused else tuple(wholes)
 
     def seen_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which sees whole tensors also where it is called in a backward, which this mode has called."""

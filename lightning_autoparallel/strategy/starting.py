@@ -46,8 +46,8 @@ def still_lies_in_shards(engine: StepEngine) -> bool:
 
     Where another strategy, or the user, has moved it since, it is made whole, to be sharded anew.
     """
-    mesh, parameters = engine.context.mesh.device_mesh, list(engine.module.parameters())
-    if not parameters or any(isinstance(own, DTensor) and own.device_mesh is mesh for own in parameters):
+    meshes, parameters = {id(layout.mesh) for layout in engine.layouts.values()}, list(engine.module.parameters())
+    if not parameters or any(isinstance(own, DTensor) and id(own.device_mesh) in meshes for own in parameters):
         return True
     engine.gather_parameters()
     return False

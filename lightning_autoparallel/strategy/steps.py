@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -54,6 +56,7 @@ class LightningSteps:
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self._logged_as: LoggedAs = {}
+        (self._has_hooks,) = engine.context.control.any([has_hooks(module, trainer)])  # on any rank
         self._rows_of_all: set[int] = set()  # of batches that were run whole
         self._replayed: dict[str, dict[int, LightningEffects]] = {}  # of each step, by identity
         self.launches = LaunchCounter(engine.context.mesh)
@@ -221,10 +224,11 @@ class LightningSteps:
 
     def told_loss(self, optimizer: Optimizer, loss: Any) -> Any:
         """What an optimizer is told of its closure; one that may decide by it decides alike on all ranks."""
-        is_own = self.mode("training_step") == "forward" and isinstance(loss, Tensor) and not loss.dim()
-        if not is_own or needs_no_help(optimizer):  # such a one returns it
+        is_own = self.mode("training_step") == "forward" and isinstance(loss, Tensor)  # of this rank's rows
+        if not is_own or needs_no_help(optimizer) or loss.dim() or not loss.is_floating_point():
             return loss
-        return mean_over_shards(loss, self._engine.context.mesh)
+        mean = mean_over_shards(loss.detach().to(self._engine.device), self._engine.context.mesh).to(loss.device)
+        return loss + (mean - loss.detach()) if loss.requires_grad else mean
 
     def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:
         counters = self._counters(args)
@@ -323,8 +327,8 @@ class LightningSteps:
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
             rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
-            seen_by_hooks=name == "predict_step" or has_hooks(self._module, self._trainer),
-            code=_function_of(getattr(self._module, name)),
+            seen_by_hooks=name == "predict_step" or self._has_hooks,
+            code=_code_of(inspect.getattr_static(self._module, name, None)),
         )
 
     def _notice(self, message: str) -> None:
@@ -333,8 +337,10 @@ class LightningSteps:
             rank_zero_warn(message)
 
 
-def _function_of(step: Any) -> tuple[Any, Any]:
-    """Of a method, which Python makes anew whenever it is asked for, what stays the same."""
+def _code_of(step: Any) -> tuple[Any, ...]:
+    """Of what an attribute or a class holds, what stays the same where methods and partial calls are made anew."""
+    if isinstance(step, (functools.partial, functools.partialmethod)):
+        return (*_code_of(step.func), *step.args, *step.keywords.values())
     return getattr(step, "__func__", step), getattr(step, "__self__", None)
 
 

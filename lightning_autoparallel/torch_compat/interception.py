@@ -5,7 +5,7 @@ calls that no mode sees.
 from __future__ import annotations
 
 import contextlib
-import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,13 +13,13 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._functorch import utils as functorch_utils
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import BackwardHook
 
 Original = Callable[..., Any]
-ApplyHandler = Callable[[Original, tuple[Any, ...]], Any]
 Handler = Callable[[Original, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -43,37 +43,43 @@ _REGIONS = "_checkpoint_without_reentrant_generator"
 
 
 @contextlib.contextmanager
-def intercepted_applies(handle: ApplyHandler) -> Iterator[None]:
-    """While open, ``apply`` of a ``torch.autograd.Function`` is ``handle(original, args)``: no mode is asked of it."""
-    original = torch.autograd.Function.__dict__["apply"].__func__
+def given_to_functions(prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+    """While open, ``apply`` of a ``torch.autograd.Function`` is given ``prepare(args)``: no mode is asked of it.
 
-    @functools.wraps(original)
-    def apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith(_OF_SHARDS):
-            return original(cls, *args, **kwargs)
-        return handle(functools.partial(original, cls, **kwargs), args)
+    What ``apply`` itself calls is patched, as user code keeps ``apply`` by names of its own.
+    """
+    original = functorch_utils.unwrap_dead_wrappers
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    def prepared(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        of = sys._getframe(1).f_locals.get("cls")
+        is_users = isinstance(of, type) and not of.__module__.startswith(_OF_SHARDS)
+        return original(prepare(args) if is_users else args)
+
+    with mock.patch.object(functorch_utils, "unwrap_dead_wrappers", prepared):
         yield
 
 
 @contextlib.contextmanager
 def wrapped_for_backwards(wrap: Callable[[Original], Original]) -> Iterator[None]:
-    """While open, what a backward will call is ``wrap(function)``: regions of ``torch.utils.checkpoint``, and hooks of
-    modules for gradients.
-
-    Its other kind of regions, which is reentrant, is a ``torch.autograd.Function`` that is given the function.
+    """While open, what a backward will call is ``wrap(function)``: regions of ``torch.utils.checkpoint``, of both
+    kinds, and hooks of modules for gradients.
     """
     run_again, hooks = getattr(torch.utils.checkpoint, _REGIONS), BackwardHook.__init__
+    reentrant = torch.utils.checkpoint.CheckpointFunction
 
     def regions(function: Original, *args: Any, **kwargs: Any) -> Any:
         return run_again(wrap(function), *args, **kwargs)
 
+    def apply(cls: type[Any], function: Original, *args: Any) -> Any:
+        return super(reentrant, cls).apply(wrap(function), *args)  # type: ignore[misc]
+
     def of_module(self: Any, module: nn.Module, after: list[Original], before: list[Original]) -> None:
         hooks(self, module, list(map(wrap, after)), list(map(wrap, before)))
 
-    of_hooks = mock.patch.object(BackwardHook, "__init__", of_module)
-    with mock.patch.object(torch.utils.checkpoint, _REGIONS, regions), of_hooks:
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.utils.checkpoint, _REGIONS, regions))
+        patches.enter_context(mock.patch.object(reentrant, "apply", classmethod(apply)))
+        patches.enter_context(mock.patch.object(BackwardHook, "__init__", of_module))
         yield
 
 

@@ -132,7 +132,8 @@ def check_step(mesh: Mapping[str, int], plan: Any, compile: bool) -> None:
             continue
         dist.all_reduce(parameter.grad)
         assert isinstance(found.grad, DTensor) and found.grad.placements == found.placements
-        torch.testing.assert_close(full(found.grad), parameter.grad / shards / copies, rtol=1e-5, atol=1e-6, msg=name)
+        # That of the bias ahead of the batch norm is nothing but what is rounded.
+        torch.testing.assert_close(full(found.grad), parameter.grad / shards / copies, rtol=1e-5, atol=5e-6, msg=name)
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(engine.module.get_buffer(name), buffer)
     assert set(engine.reports) == {"step:stem", "step:body", "step:frozen"}

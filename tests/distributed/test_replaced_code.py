@@ -5,6 +5,7 @@ before is not what runs. Two stages of a training are written so.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partialmethod
 from typing import Any, ClassVar
 
 import pytest
@@ -150,6 +151,40 @@ def changed_between(mesh: Mapping[str, int] | None) -> tuple[list[Any], str]:
         trainer.fit_loop.max_epochs += 1
         found.append([parameter.detach().tolist() for parameter in module.parameters()])
     return found, strategy.modes["training_step"] if strategy else "step"
+
+
+class Partial(Staged):
+    """Python makes the step of a class anew whenever it is asked for; nothing is replaced."""
+
+    def either(self, batch, batch_idx, stage):
+        return self.loss(batch) * stage
+
+    training_step = partialmethod(either, stage=2.0)
+
+    def replace(self) -> None:
+        pass
+
+
+def test_partial_steps_are_captured_once(worlds: Worlds) -> None:
+    outcomes = worlds(2).run(train, Partial, MESH)
+    assert_equals_one_device(outcomes, train(Partial, None))
+    assert not outcomes[0].said("captured again")
+
+
+class EndsOnRankZero(Callback):
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+class HooksOfOneRank(Staged):
+    def replace(self) -> None:
+        pass
+
+    def callbacks(self) -> list[Callback]:
+        return [EndsOnRankZero()] if dist.is_initialized() and dist.get_rank() == 0 else []
+
+
+def test_one_rank_may_have_callbacks_of_its_own(worlds: Worlds) -> None:
+    assert_equals_one_device(worlds(2).run(train, HooksOfOneRank, MESH), train(HooksOfOneRank, None))
 
 
 class Narrow(Net):

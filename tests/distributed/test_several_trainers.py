@@ -62,6 +62,25 @@ def test_a_module_that_another_made_whole_is_sharded_anew(plan: str, by_hand: bo
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def left_in_shards(mesh: Mapping[str, int]) -> list[bool]:
+    """Whether each parameter that a training left in shards is the same object behind a validation, and in shards."""
+    module = Linear()
+    plan = {"base": "fsdp", "rules": {"net.*": {"tp": "S(0)"}}} if "tp" in mesh else "fsdp"
+    strategy = make_strategy(mesh, {"plan": plan, "compile": False, "leave_sharded": True})
+    trainer = make_trainer(strategy, 4, limit_val_batches=0)
+    module.train_dataloader = lambda: module.loader(strategy.mesh.data_parallel_rank, strategy.mesh.data_parallel_size)
+    trainer.fit(module)
+    before, trainer.limit_val_batches = list(module.parameters()), 1.0
+    trainer.validate(module, module.train_dataloader(), verbose=False)
+    pairs = zip(before, module.parameters(), strict=True)
+    return [isinstance(parameter, DTensor) and parameter is old for old, parameter in pairs]
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_what_was_left_in_shards_stays_where_it_is(mesh: dict[str, int], worlds: Worlds) -> None:
+    assert worlds(4).run(left_in_shards, mesh) == [[True, True]] * 4
+
+
 class ReadsLater(Net):
     """In the middle of a second training a batch's loss is read, from which on its own code logs."""
 

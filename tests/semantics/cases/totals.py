@@ -67,6 +67,16 @@ class SumsFromZero(_Validates):
         self.log("loss", loss / rows)
 
 
+class CountsAndMore(_Validates):
+    """A number that is no multiple of the rows."""
+
+    def validation_step(self, batch, batch_idx):
+        self.outs.append(len(batch[1]) + 1.5)
+
+    def on_validation_epoch_end(self):
+        self.log("rows", self.all_gather(torch.tensor(sum(rows - 1.5 for rows in self.outs))).sum())
+
+
 class SumsOfParts(_Validates):
     """Of which only a part grows with the rows."""
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_autoparallel.capture.growth import Recording, growths
-from lightning_autoparallel.capture.growth_rules import Growth, growth_of_number
+from lightning_autoparallel.capture.growth_rules import Growth
 from lightning_autoparallel.torch_compat.tracing import fake_tracing
 
 ROWS, CLASSES = 6, 4
@@ -120,12 +120,6 @@ def _in_ones(value: Tensor) -> Tensor:
 def test_what_is_added_to_a_total_is_a_part_of_it(name: str):
     expected, computed = OF_PARTS[name]
     assert grown(computed)[0] == expected
-
-
-def test_a_count_that_is_no_multiple_is_one():
-    assert growth_of_number(8, 16) == 1.0
-    assert growth_of_number(9, 17) == pytest.approx(0.92, abs=0.01)
-    assert growth_of_number(0.5, 0.5000001) == 0.0
 
 
 def test_what_is_kept_grows_as_what_is_added():
