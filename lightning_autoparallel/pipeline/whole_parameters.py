@@ -188,8 +188,7 @@ class WholeParameters(TorchFunctionMode):
             memory, other = _memory(target)[:-1], f"{_TENSOR}{list(target.shape)}"
 
             def name() -> str:
-                parameter = self._name_at(memory)
-                return f"{of}{_PARAMETER}{parameter}" if parameter else f"{of}{other}"
+                return f"{of}{_PARAMETER}{own}" if (own := self._name_at(memory)) else f"{of}{other}"
 
             self._writes.note(name, target, values)
 
