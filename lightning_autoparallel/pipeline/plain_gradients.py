@@ -24,8 +24,8 @@ def plain_gradients_refused(parameters: Sequence[DTensor], place: Callable[[DTen
         if _has_plain(parameter) and id(parameter) not in before:
             raise CaptureError(
                 f"{user_line()}: the gradient of {place(parameter)} is that of this rank's rows alone: it came from "
-                "code that is given parameters behind torch's functions (in C++, or in a thread): give it "
-                "parameter.clone()"
+                "code that is given parameters behind torch's functions (in C++, in a thread, by a name that was made "
+                "of MyFunction.apply before): give it parameter.clone()"
             )
 
 

@@ -39,24 +39,43 @@ def intercepted_calls(handle: Handler) -> Iterator[None]:
 
 
 _OF_SHARDS = ("torch.distributed.", "lightning_autoparallel.")  # whose functions know what DTensors are
-_REGIONS = "_checkpoint_without_reentrant_generator"
+_REGIONS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")  # 2.14, 2.13
+Prepare = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 @contextlib.contextmanager
-def given_to_functions(prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+def given_to_functions(prepare: Prepare) -> Iterator[None]:
     """While open, ``apply`` of a ``torch.autograd.Function`` is given ``prepare(args)``: no mode is asked of it.
 
-    What ``apply`` itself calls is patched, as user code keeps ``apply`` by names of its own.
+    In torch 2.13 what ``apply`` itself calls is patched, as user code keeps ``apply`` by names of its own; in torch
+    2.14 ``apply`` is all in C, and what has been kept of it before is not seen.
     """
+    is_in_python = isinstance(torch.autograd.Function.__dict__["apply"], classmethod)
+    with _within_apply(prepare) if is_in_python else _around_apply(prepare):
+        yield
+
+
+def _within_apply(prepare: Prepare) -> Any:
     original = functorch_utils.unwrap_dead_wrappers
 
     def prepared(args: tuple[Any, ...]) -> tuple[Any, ...]:
         of = sys._getframe(1).f_locals.get("cls")
-        is_users = isinstance(of, type) and not of.__module__.startswith(_OF_SHARDS)
-        return original(prepare(args) if is_users else args)
+        return original(prepare(args) if isinstance(of, type) and _is_users_function(of) else args)
 
-    with mock.patch.object(functorch_utils, "unwrap_dead_wrappers", prepared):
-        yield
+    return mock.patch.object(functorch_utils, "unwrap_dead_wrappers", prepared)
+
+
+def _around_apply(prepare: Prepare) -> Any:
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*(prepare(args) if _is_users_function(cls) else args), **kwargs)
+
+    return mock.patch.object(torch.autograd.Function, "apply", classmethod(apply))
+
+
+def _is_users_function(of: type[Any]) -> bool:
+    return not of.__module__.startswith(_OF_SHARDS)
 
 
 @contextlib.contextmanager
@@ -64,7 +83,8 @@ def wrapped_for_backwards(wrap: Callable[[Original], Original]) -> Iterator[None
     """While open, what a backward will call is ``wrap(function)``: regions of ``torch.utils.checkpoint``, of both
     kinds, and hooks of modules for gradients.
     """
-    run_again, hooks = getattr(torch.utils.checkpoint, _REGIONS), BackwardHook.__init__
+    name = next(name for name in _REGIONS if hasattr(torch.utils.checkpoint, name))
+    run_again, hooks = getattr(torch.utils.checkpoint, name), BackwardHook.__init__
     reentrant = torch.utils.checkpoint.CheckpointFunction
 
     def regions(function: Original, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +97,7 @@ def wrapped_for_backwards(wrap: Callable[[Original], Original]) -> Iterator[None
         hooks(self, module, list(map(wrap, after)), list(map(wrap, before)))
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(torch.utils.checkpoint, _REGIONS, regions))
+        patches.enter_context(mock.patch.object(torch.utils.checkpoint, name, regions))
         patches.enter_context(mock.patch.object(reentrant, "apply", classmethod(apply)))
         patches.enter_context(mock.patch.object(BackwardHook, "__init__", of_module))
         yield

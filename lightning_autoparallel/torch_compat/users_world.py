@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _World
 
+from lightning_autoparallel.torch_compat import interception
+
 _DIFFERENTIABLE = ("torch.distributed.nn",)
 _CALLED = (distributed_c10d.__name__, *_DIFFERENTIABLE)  # whoever calls these is who asks
 _OVERRIDES = "torch.overrides"
 _BETWEEN = (
     *("torch.distributed.c10d_logger", "torch.autograd.function", _OVERRIDES, __name__),
-    *("contextlib", "functools", "typing_extensions", "warnings"),
+    *("contextlib", "functools", "typing_extensions", "warnings", interception.__name__),
 )
 _COMPILER = ("torch._dynamo", "torch._utils_internal", "torch.fx.experimental")  # it asks for the code that it compiles
 _TORCH, _OURS = ("torch",), ("lightning_autoparallel",)

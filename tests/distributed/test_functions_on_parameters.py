@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.jobs import MESH, Net, failure, train
 from tests.support.worlds import Worlds
 
+IN_C = not isinstance(torch.autograd.Function.__dict__["apply"], classmethod)  # from torch 2.14 on
+
 
 class Forward(Net):
     strategy: ClassVar[Mapping[str, Any]] = {"plan": "fsdp", "capture": "forward"}
@@ -180,7 +182,7 @@ class KeptParametrizations(Forward):
         StraightThroughByOwnOptimizer,
         StraightThroughCopies,
         OwnProduct,
-        ByAnotherName,
+        pytest.param(ByAnotherName, marks=pytest.mark.skipif(IN_C, reason="apply is all in C: refused, below")),
         Region,
         ReentrantRegion,
         ReentrantModule,
@@ -193,6 +195,12 @@ def test_they_train_as_on_one_device(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None).parameters
     for outcome in worlds(2).run(train, kind, MESH):
         torch.testing.assert_close(outcome.parameters, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not IN_C, reason="what apply calls is seen")
+def test_functions_by_another_name_are_refused(worlds: Worlds) -> None:
+    for text, _ in worlds(2).run(failure, ByAnotherName):
+        assert text.startswith("CaptureError") and "gradient of parameter mixing is that of this rank's rows" in text
 
 
 class BehindAll(Forward):
