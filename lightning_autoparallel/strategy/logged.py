@@ -52,5 +52,10 @@ def as_if_plainly_logged(trainer: Trainer, logged_as: LoggedAs, shards: int, row
             )
             if result.is_tensor and result.meta.on_epoch and result.meta.is_sum_reduction:
                 result.value = result.value / shards
-            elif result.is_tensor and result.meta.is_mean_reduction and said.get(_ROWS) in rows:
+            elif result.is_tensor and result.meta.is_mean_reduction and _counts(said.get(_ROWS), rows):
                 result.value, result.cumulated_batch_size = result.value / shards, result.cumulated_batch_size / shards
+
+
+def _counts(size: Any, rows: Collection[int]) -> bool:
+    """Whether a batch size is one of these; a number that a capture follows is no plain one, and is not asked."""
+    return type(size) is int and size in rows

@@ -56,7 +56,7 @@ class LightningSteps:
         self._noticed: set[str] = set()
         self._scopes = MetricScopes(engine.context.mesh)
         self._logged_as: LoggedAs = {}
-        (self._has_hooks,) = engine.context.control.any([has_hooks(module, trainer)])  # on any rank
+        (self._has_hooks,) = engine.context.control.any([has_hooks(module, trainer)])  # on any rank, at first
         self._rows_of_all: set[int] = set()  # of batches that were run whole
         self._replayed: dict[str, dict[int, LightningEffects]] = {}  # of each step, by identity
         self.launches = LaunchCounter(engine.context.mesh)
@@ -327,7 +327,7 @@ class LightningSteps:
             training=name == "training_step",
             loss_leaf=_loss_of if name == "training_step" else None,
             rows=rows_of_batches(self._trainer, name, dataloader_index or 0),
-            seen_by_hooks=name == "predict_step" or self._has_hooks,
+            seen_by_hooks=name == "predict_step" or self._has_hooks or has_hooks(self._module, self._trainer),
             code=_code_of(inspect.getattr_static(self._module, name, None)),
         )
 

@@ -111,6 +111,26 @@ class Joins(Callback):
         self.found.append(total.item())
 
 
+class Attaches(Callback):
+    """Adds another callback when a run has begun."""
+
+    def __init__(self, joins: Joins) -> None:
+        self.joins = joins
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callbacks.append(self.joins)
+
+
+def joined_in_the_run(mesh: Mapping[str, int] | None) -> list[float]:
+    """What a callback finds that was not there when the run was set up."""
+    torch.manual_seed(0)
+    module, joins = Counts(), Joins()
+    strategy = make_strategy(mesh, {"plan": "fsdp", "compile": False}) if mesh else None
+    trainer = make_trainer(strategy, 2 if mesh else 1, callbacks=[Attaches(joins)])
+    trainer.validate(module, module.loader(dist.get_rank(), 2) if mesh else module.loader(0, 1), verbose=False)
+    return joins.found
+
+
 def joined_later(mesh: Mapping[str, int] | None) -> list[float]:
     """What a callback finds that was not there in the run before."""
     torch.manual_seed(0)
@@ -124,9 +144,11 @@ def joined_later(mesh: Mapping[str, int] | None) -> list[float]:
     return joins.found
 
 
-def test_a_callback_that_comes_later_is_given_a_ranks_own(worlds: Worlds) -> None:
-    expected = joined_later(None)
-    for found in worlds(2).run(joined_later, MESH):
+@pytest.mark.parametrize("joined", [joined_later, joined_in_the_run])
+def test_a_callback_that_comes_later_is_given_a_ranks_own(joined: Any, worlds: Worlds) -> None:
+    expected = joined(None)
+    assert len(expected) == 1
+    for found in worlds(2).run(joined, MESH):
         torch.testing.assert_close(found, expected)
 
 
