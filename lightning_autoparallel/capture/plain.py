@@ -114,7 +114,7 @@ def equal(one: Any, other: Any) -> bool:
 class Frozen:
     """What a value was: ``parts`` of a container, by key in their order, else the value itself.
 
-    Without ``content`` only its type counts; of kind ``object``, nothing does.
+    Without ``content`` only its type counts; of kind ``object``, nothing does. If it ``grows``, entries may come.
     """
 
     value: Any
@@ -122,6 +122,7 @@ class Frozen:
     parts: Mapping[Any, Frozen] | None = None
     array: np.ndarray[Any, Any] | None = None
     content: bool = True
+    grows: bool = False
 
     def difference(self, now: Any) -> Difference | None:
         """Where ``now`` differs first: the keys of the part, its value then and now; None if nowhere."""
@@ -135,6 +136,8 @@ class Frozen:
         if self.parts is None:
             return None if equal(self.value, now) else ((), self.value, now)
         parts = contents(now) if type(now) is self.kind else None
+        if parts is not None and self.grows:
+            parts = {key: parts[key] for key in self.parts if key in parts}
         if parts is None or len(parts) != len(self.parts) or not all(map(same_key, parts, self.parts)):
             return (), f"{self.kind.__name__} of {len(self.parts)}", shown(now)
         for key, part in self.parts.items():

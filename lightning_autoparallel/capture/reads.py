@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.classes import MetClasses, is_users
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
+from lightning_autoparallel.capture.memos import restore_containers
 from lightning_autoparallel.capture.own_attributes import OwnAttributes, asks_for_one
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import (
@@ -133,7 +134,7 @@ class StateReads:
             self._note_outside()
             for place, value in reversed(self._swapped):
                 place.write(value)
-            containers, attributes = self._restore_containers(), self.classes.undo()
+            containers, attributes = restore_containers(self.reads, self.meet), self.classes.undo()
             self.restored = containers or attributes
 
     @contextlib.contextmanager
@@ -170,16 +171,6 @@ class StateReads:
         """Attributes that the run assigned are as they were before it."""
         for written in reversed(self.written.values()):
             written.place.write(written.before)
-
-    def _restore_containers(self) -> str | None:
-        """Give containers that a run changed in place their content again; the text of the first one."""
-        found = None
-        for read in self.reads.values():
-            is_container = read.frozen.parts is not None and type(read.frozen.value) not in (tuple, frozenset)
-            if is_container and read.frozen.difference(read.frozen.value) is not None:
-                found = found or read.place.text
-                read.frozen.restore()
-        return found
 
     def changed_behind(self) -> str | None:
         """A list or dict that the run has changed past the methods of its stand-in."""

@@ -41,10 +41,11 @@ def is_user_file(filename: str) -> bool:
         return filename.startswith(_PACKAGE + "models" + os.sep)
     if filename.startswith(_LIBRARIES) or filename.startswith("<"):
         return False
-    return not filename.startswith(_STANDARD_LIBRARY) or _is_installed(filename)
+    return not filename.startswith(_STANDARD_LIBRARY) or is_installed(filename)
 
 
-def _is_installed(filename: str) -> bool:
+def is_installed(filename: str) -> bool:
+    """Whether a file is an installed library's."""
     return any(folder in filename for folder in _INSTALLED)
 
 
@@ -73,7 +74,7 @@ def is_asked_by_user(passing_on: Collection[str]) -> bool:
         if is_user_file(filename):
             return True
         is_between = filename.startswith((_TORCH, _STANDARD_LIBRARY, "<")) or filename in passing_on
-        if not is_between or (_is_installed(filename) and not filename.startswith(_TORCH)):
+        if not is_between or (is_installed(filename) and not filename.startswith(_TORCH)):
             return False
         current = current.f_back
     return False
@@ -100,7 +101,7 @@ def place_of(error: BaseException) -> Place | None:
     user = [frame for frame in frames if is_user_file(frame.filename)]
     if not user:
         return None
-    own = next((frame for frame in user if not _is_installed(frame.filename)), None)
+    own = next((frame for frame in user if not is_installed(frame.filename)), None)
     below = frames[: frames.index(user[0])]
     return Place(
         source=_shown(user[0]),
