@@ -223,11 +223,21 @@ class LightningSteps:
         return run
 
     def told_loss(self, optimizer: Optimizer, loss: Any) -> Any:
-        """What an optimizer is told of its closure; one that may decide by it decides alike on all ranks."""
-        is_own = self.mode("training_step") == "forward" and isinstance(loss, Tensor)  # of this rank's rows
-        if not is_own or needs_no_help(optimizer) or loss.dim() or not loss.is_floating_point():
+        """What an optimizer is told of its closure; one that may decide by it decides alike on all ranks.
+
+        It is the mean of the losses of those ranks whose closure gave one.
+        """
+        if self.mode("training_step") != "forward" or needs_no_help(optimizer):
             return loss
-        mean = mean_over_shards(loss.detach().to(self._engine.device), self._engine.context.mesh).to(loss.device)
+        is_number = isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point()
+        has_one = is_number or isinstance(loss, float)
+        own = torch.tensor([float(loss), 1.0] if has_one else [0.0, 0.0], dtype=torch.float64)
+        told = mean_over_shards(own.to(self._engine.device), self._engine.context.mesh)
+        if not has_one:
+            return loss
+        if isinstance(loss, float):
+            return float(told[0] / told[1])
+        mean = (told[0] / told[1]).to(loss)
         return loss + (mean - loss.detach()) if loss.requires_grad else mean
 
     def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:

@@ -135,7 +135,57 @@ class SearchingByHand(Searching):
         optimizer.step(closure)
 
 
-@pytest.mark.parametrize("kind", [Searching, SearchingByHand])
+class SearchingByNumbers(SearchingByHand):
+    """The closure gives a Python number."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss.item()
+
+        optimizer.step(closure)
+
+
+class Asking(torch.optim.SGD):
+    """Keeps what its closure gave."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.given: list[Any] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.given.append(closure())
+
+
+class GivingOnOneRank(SearchingByHand):
+    """One rank's closure gives nothing."""
+
+    def configure_optimizers(self):
+        return Asking(self.parameters())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.is_first = self.global_rank == 0
+
+    def training_step(self, batch, batch_idx):
+        asking = self.optimizers()
+
+        def closure():
+            self.manual_backward(self.loss(batch))
+            return torch.tensor(3.0) if self.is_first else None
+
+        asking.step(closure)
+        assert asking.optimizer.given[-1] == (3.0 if self.is_first else None)
+
+
+def test_a_closure_that_gives_nothing_on_one_rank_makes_none_wait(worlds: Worlds) -> None:
+    assert all(worlds(2).run(train, GivingOnOneRank, MESH, timeout_s=60))
+
+
+@pytest.mark.parametrize("kind", [Searching, SearchingByHand, SearchingByNumbers])
 def test_ranks_search_by_the_loss_of_all(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None).parameters
     for outcome in worlds(2).run(train, kind, MESH, timeout_s=60):
