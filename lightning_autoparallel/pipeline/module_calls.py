@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_autoparallel.errors import (
@@ -33,6 +33,7 @@ from lightning_autoparallel.torch_compat.interception import (
     intercepted_calls,
     is_transformed,
     without_kept_parametrizations,
+    wrapped_backwards_of_functions,
     wrapped_for_backwards,
 )
 
@@ -89,7 +90,8 @@ class ModuleCalls:
         """Around the step, and around its backward, which may call modules again."""
         self.parameters.forget()  # an optimizer may have stepped since, whoever ran it
         applies, regions = given_to_functions(self._given), wrapped_for_backwards(self._seen)
-        with self.parameters, intercepted_calls(self._call), applies, regions:
+        backwards = wrapped_backwards_of_functions(self._differentiating)
+        with self.parameters, intercepted_calls(self._call), applies, regions, backwards:
             yield
 
     @contextlib.contextmanager
@@ -165,6 +167,18 @@ class ModuleCalls:
     def _seen(self, function: Original) -> Original:
         """What a backward calls."""
         return function if self._captures else self.parameters.seen_in(function)
+
+    def _differentiating(self, backward: Original, leaves: Sequence[Tensor]) -> Original:
+        """The backward of a function, which may compute with the parameters that it was given, and ask for gradients
+        of them: its modules compute with the same tensors, uncaptured.
+        """
+        given = [] if self._captures else self.parameters.owed.among(leaves)
+
+        def run(*args: Any) -> Any:
+            with self.eager(), self.parameters.given(given):
+                return backward(*args)
+
+        return run if given else backward
 
     def _run_eagerly(self, original: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.eager(), self._whole():

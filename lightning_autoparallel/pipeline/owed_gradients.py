@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,12 @@ class OwedGradients:
         if self._made_in_backward is not None:  # a region that is checkpointed may have a backward of its own in it
             _keep_where_reached(leaf, parameter, self._made_in_backward)
         return leaf
+
+    def among(self, tensors: Iterable[Tensor]) -> list[tuple[DTensor, Tensor]]:
+        """Those of these that are leaves in the place of parameters, with the parameters."""
+        wanted = {id(tensor) for tensor in tensors}
+        alive = [(parameter, leaf()) for parameter, leaf in self._owed]
+        return [(parameter, leaf) for parameter, leaf in alive if leaf is not None and id(leaf) in wanted]
 
     @contextlib.contextmanager
     def refusing(self, refuses: Refusal) -> Iterator[list[tuple[DTensor, weakref.ref[Tensor]]]]:

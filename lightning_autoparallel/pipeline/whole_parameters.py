@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -26,10 +25,11 @@ from lightning_autoparallel.mesh import ParallelMesh
 from lightning_autoparallel.pipeline.agreement import ControlGroup, StepIdentity, other_place
 from lightning_autoparallel.pipeline.backward_calls import END, BackwardCalls
 from lightning_autoparallel.pipeline.hooks_on_shards import hooks_on_shards
-from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients, cut_like, mean_over_shards
+from lightning_autoparallel.pipeline.owed_gradients import Addend, OwedGradients, cut_like
 from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.plain_gradients import plain_gradients_refused
 from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
+from lightning_autoparallel.pipeline.whole_tensor import WholeTensor
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import (
     innermost,
@@ -114,7 +114,7 @@ class WholeParameters(TorchFunctionMode):
         super().__init__()
         self._writes = writes
         self._module, self._mesh, self._control = module, mesh, control
-        self._paused = False
+        self._paused = self._is_given = False
         self._wholes: dict[Any, _Gathered] = {}
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
         self._names: dict[Any, str] = {}  # parameters by their memory
@@ -202,7 +202,7 @@ class WholeParameters(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ("backward", "grad") and not self._paused and not isinstance(func, GetSetDescriptorType):
-            return self._backward(func, args, kwargs) if name == "backward" else self.owed.gradients(func, args, kwargs)
+            return self._differentiate(func, name, args, kwargs)
         if self._paused or not (_has_dtensor(args) or _has_dtensor(tuple(kwargs.values()))):
             if not self._paused and _meets_wrapped_shards((*args, *kwargs.values())):
                 raise _transformed()
@@ -235,6 +235,26 @@ class WholeParameters(TorchFunctionMode):
                 return function(*args, **kwargs)
 
         return seeing
+
+    @contextlib.contextmanager
+    def given(self, leaves: Sequence[tuple[DTensor, Tensor]]) -> Iterator[None]:
+        """For the backward of a function that was given whole tensors in the place of parameters: it computes with
+        them again, and may differentiate by them, which is this rank's own matter.
+        """
+        before = self._wholes, self._leaves, self._is_given
+        self._wholes = {_memory(p): _Gathered(p, leaf.detach(), leaf._version) for p, leaf in leaves}
+        self._leaves, self._is_given = {id(p): (p, leaf) for p, leaf in leaves}, True
+        try:
+            with inside_of(self):
+                yield
+        finally:
+            self._wholes, self._leaves, self._is_given = before
+
+    def _differentiate(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_given:
+            args, kwargs = tree_map(lambda leaf: self._leaves.get(id(leaf), (leaf, leaf))[1], (args, kwargs))
+            return func(*args, **kwargs)
+        return self._backward(func, args, kwargs) if name == "backward" else self.owed.gradients(func, args, kwargs)
 
     def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gradients add up where they lie, and hooks may step optimizers: what was gathered before is old."""
@@ -348,7 +368,7 @@ class WholeParameters(TorchFunctionMode):
         return [place.removeprefix(_PARAMETER)] if str(place).startswith(_PARAMETER) else []
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        return _Whole.apply(tensor, self._mesh)  # type: ignore[no-any-return, no-untyped-call]
+        return WholeTensor.apply(tensor, self._mesh)  # type: ignore[no-any-return, no-untyped-call]
 
     def _assign(self, func: Callable[..., Any], target: Any, value: Any) -> None:
         """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
@@ -416,22 +436,6 @@ class WholeParameters(TorchFunctionMode):
         return target
 
 
-class _Whole(torch.autograd.Function):
-    """A DTensor's whole tensor; its gradient is the mean over the batch shards."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, mesh: ParallelMesh) -> Tensor:
-        ctx.mesh, ctx.like = mesh, tensor.detach()
-        whole: Tensor = ctx.like.full_tensor()
-        # A replica's own memory would be changed by whoever changes the result.
-        return whole.clone() if _shares_memory(whole, tensor) else whole
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        return cut_like(mean_over_shards(gradient, ctx.mesh), ctx.like), None
-
-
 def _goes_on(place: Any) -> bool:
     """Whether a rank at that place will ask the others again."""
     if isinstance(place, StepIdentity):
@@ -451,10 +455,6 @@ def _memory(tensor: DTensor) -> Any:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _shares_memory(whole: Tensor, tensor: DTensor) -> bool:
-    return whole.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
 
 
 def _has_dtensor(values: Sequence[Any]) -> bool:

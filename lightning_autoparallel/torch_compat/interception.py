@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._functorch import utils as functorch_utils
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import BackwardHook
@@ -101,6 +102,23 @@ def wrapped_for_backwards(wrap: Callable[[Original], Original]) -> Iterator[None
         patches.enter_context(mock.patch.object(reentrant, "apply", classmethod(apply)))
         patches.enter_context(mock.patch.object(BackwardHook, "__init__", of_module))
         yield
+
+
+def wrapped_backwards_of_functions(
+    wrap: Callable[[Original, list[Tensor]], Original],
+) -> contextlib.AbstractContextManager[Any]:
+    """While open, the backward of a user's ``torch.autograd.Function`` is ``wrap(function, leaves)``: with those of the
+    tensors that it was applied to that nothing has computed.
+    """
+    original = BackwardCFunction._get_user_fn
+
+    def user_function(node: Any) -> Original:
+        function = original(node)
+        if node._forward_cls.__module__.startswith(("torch.", *_OF_SHARDS)):
+            return function
+        return wrap(function, [before.variable for before, _ in node.next_functions if hasattr(before, "variable")])
+
+    return mock.patch.object(BackwardCFunction, "_get_user_fn", user_function)
 
 
 def without_kept_parametrizations() -> contextlib.AbstractContextManager[Any]:
