@@ -19,12 +19,18 @@ from lightning_autoparallel.cost.placement import (
     redistribution_time_us,
 )
 from lightning_autoparallel.fx import nodes as fxn
-from lightning_autoparallel.plan import attention_rules, einsum_rule, views, vocabulary_rules
+from lightning_autoparallel.plan import attention_rules, einsum_rule, views, vocabulary_rules, written_rules
 from lightning_autoparallel.plan.rules import RULES, STRIDED_ALREADY, OpCall, Row, same, with_strides
 from lightning_autoparallel.torch_compat.sharding import StridedShard, has_rule, is_plain, rule_rows, split_factor_of
 from lightning_autoparallel.torch_compat.tracing import unset_fake_temporarily
 
-_RULE_FILES = (attention_rules, einsum_rule, views, vocabulary_rules)  # importing them registers their rules
+_RULE_FILES = (
+    attention_rules,
+    einsum_rule,
+    views,
+    vocabulary_rules,
+    written_rules,
+)  # importing them registers their rules
 # Torch's rules give partial sums on as if these were linear: they read bits, leave NaNs out, or take powers.
 _NOT_LINEAR = {"aten.view.dtype", "aten.nansum.default", "aten.linalg__powsum.default"}  # not every torch has all
 
@@ -85,9 +91,9 @@ class CandidateTable:
         is_drawn = fxn.draws_mask(node) or (fxn.is_random(node) and has_parts)
         if is_drawn and not self._axis.shards_batch:
             return []  # its ranks draw alike: parts would be drawn alike too, and a backward's not as the whole was
-        if call.op in RULES:
-            rows = RULES[call.op](call)
-            return rows if call.op in STRIDED_ALREADY else with_strides(rows, call.split_factors)
+        own = RULES[call.op](call) if call.op in RULES else None
+        if own is not None:
+            return own if call.op in STRIDED_ALREADY else with_strides(own, call.split_factors)
         if not has_rule(call.op):
             self._tell(node, "has no sharding rule")
             return []

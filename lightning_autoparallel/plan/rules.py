@@ -37,7 +37,7 @@ class OpCall:
 
 
 Row = tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]
-Rule = Callable[[OpCall], list[Row]]
+Rule = Callable[[OpCall], list[Row] | None]  # None: torch's own rule is right for such a call
 RULES: dict[Any, Rule] = {}
 STRIDED_ALREADY: set[Any] = set()
 

@@ -208,4 +208,23 @@ VIEWS = [
     call(aten.view.default, x(12, 4), [3, 16]),
 ]
 
-SAMPLES = [*REDUCTIONS, *FACTORIES, *CONVOLUTIONS, *EVALUATED_NORMS, *SPATIAL, *ATTENTION, *INDEXED, *VIEWS]
+_PICKED = torch.tensor([True, False, True, True, False, False, True, False])
+WRITTEN = [
+    call(aten.copy.default, x(4, 8), x(4, 8)),
+    call(aten.copy.default, x(4, 8), x(8)),
+    call(aten.copy.default, x(4, 8, 4), x(8, 1)),
+    call(aten.copy.default, x(4, 8), integers(8, 4, 8)),
+    call(aten.index_put.default, x(4, 8), [x(4, 8) > 0], x()),
+    call(aten.index_put.default, x(4, 8), [x(4, 8) > 0], x(1), True),
+    call(aten.index_put.default, x(4, 8, 4), [x(4, 8) > 0], x()),
+    call(aten.index_put.default, x(4, 8, 4), [x(4, 8) > 0], x(4)),
+    call(aten.index_put.default, x(4, 8, 4), [x(4, 8, 4) > 0], x()),
+    call(aten.index_put.default, x(4, 8, 4), [None, x(8, 4) > 0], x(4, 1)),
+    call(aten.index_put.default, x(8, 4), [_PICKED], x(4)),
+    call(aten.index_put.default, x(8, 4), [_PICKED], x(4, 4)),
+    call(aten.index_put.default, x(8, 4), [_PICKED], x(4, 1), True),
+    call(aten.index_put.default, x(4, 8, 4), [None, _PICKED], x(4, 4, 4)),
+    call(aten.index_put.default, x(4, 8, 4), [None, _PICKED], x(4, 1)),
+]
+
+SAMPLES = [*REDUCTIONS, *FACTORIES, *CONVOLUTIONS, *EVALUATED_NORMS, *SPATIAL, *ATTENTION, *INDEXED, *WRITTEN, *VIEWS]

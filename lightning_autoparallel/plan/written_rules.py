@@ -1,0 +1,50 @@
+"""Rules of operators that write values into a tensor: all of it, or where a mask says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_autoparallel.plan.rules import OpCall, P, R, Row, S, rule
+
+aten = torch.ops.aten
+_TRUTH = (torch.bool, torch.uint8)
+
+
+def _broadcast(values: Tensor, dim: int, rank: int) -> Placement:
+    """Where values lie that are broadcast to ``rank`` dims, of which ``dim`` is cut."""
+    own = dim - (rank - values.dim())
+    return R if own < 0 or values.shape[own] == 1 else S(own)
+
+
+@rule(aten.copy.default)
+def copy_rule(call: OpCall) -> list[Row]:
+    """Element by element; the source may be broadcast. Of partial sums the addends are copied, if none is rounded."""
+    target, source = call.inputs
+    rows: list[Row] = [((S(d),), (S(d), _broadcast(source, d, target.dim()))) for d in range(target.dim())]
+    return [*rows, ((P,), (P, P))] if target.dtype == source.dtype else rows
+
+
+@rule(aten.index_put.default)
+def masked_put_rule(call: OpCall) -> list[Row] | None:
+    """Where the only index is a mask: it covers as many dims as it has, what is true in it is one dim of the values.
+
+    Along the dims beside those everything is independent; along the mask's, if one value goes to all that is true.
+    """
+    masks = [index for index in call.args[1] if index is not None]
+    if len(masks) != 1 or masks[0].dtype not in _TRUTH:
+        return None
+    target, mask, values = call.inputs
+    first = next(place for place, index in enumerate(call.args[1]) if index is not None)
+    after = first + mask.dim()
+    rank = target.dim() - mask.dim() + 1  # of what is written: the dims before, what is true, the dims after
+    rows: list[Row] = []
+    for dim in range(target.dim()):
+        if first <= dim < after:
+            if _broadcast(values, first, rank) is R:
+                rows.append(((S(dim),), (S(dim), S(dim - first), R)))
+        else:
+            written = dim if dim < first else dim - mask.dim() + 1
+            rows.append(((S(dim),), (S(dim), R, _broadcast(values, written, rank))))
+    return [*rows, ((P,), (P, R, P))]
