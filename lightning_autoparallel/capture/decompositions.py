@@ -232,6 +232,18 @@ def _new_filled(value: float) -> Callable[..., Tensor]:
     return filled
 
 
+def _new_empty_strided(tensor: Tensor, size: list[int], stride: list[int], **options: Any) -> Tensor:
+    is_dense = torch.empty(size, device="meta").stride() == tuple(stride)
+    return _new_filled(0)(tensor, size, **options) if is_dense else NotImplemented
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What ``target`` is when ``source`` has been written over all of it; nothing is read of it."""
+    if (source.dtype, source.device) != (target.dtype, target.device):
+        source = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
+    return aten.clone.default(source.expand(target.shape), memory_format=torch.contiguous_format)
+
+
 def _new_full(
     tensor: Tensor, size: list[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Tensor:
@@ -364,6 +376,8 @@ _OWN: Decompositions = {
     aten.new_ones.default: _new_filled(1),
     aten.new_empty.default: _new_filled(0),
     aten.new_full.default: _new_full,
+    aten.new_empty_strided.default: _new_empty_strided,
+    aten.copy.default: _copy,
     aten.zeros.default: _zeros,
     aten.ones.default: _ones,
     aten.rand_like.default: _rand_like,

@@ -1,4 +1,4 @@
-"""Rules of operators that write values into a tensor: all of it, or where a mask says."""
+"""Rules of operators that write values into a tensor: at one place of a dim, or where a mask says."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def _broadcast(values: Tensor, dim: int, rank: int) -> Placement:
     return R if own < 0 or values.shape[own] == 1 else S(own)
 
 
-@rule(aten.copy.default)
-def copy_rule(call: OpCall) -> list[Row]:
-    """Element by element; the source may be broadcast. Of partial sums the addends are copied, if none is rounded."""
-    target, source = call.inputs
-    rows: list[Row] = [((S(d),), (S(d), _broadcast(source, d, target.dim()))) for d in range(target.dim())]
-    return [*rows, ((P,), (P, P))] if target.dtype == source.dtype else rows
+@rule(aten.select_scatter.default)
+def select_scatter_rule(call: OpCall) -> list[Row]:
+    """Independent along every dim but the one of which one place is written; both tensors may be partial sums."""
+    target, _ = call.inputs
+    written = call.args[2] % target.dim()
+    rows: list[Row] = [((S(d),), (S(d), S(d - (d > written)))) for d in range(target.dim()) if d != written]
+    return [*rows, ((P,), (P, P))]
 
 
 @rule(aten.index_put.default)

@@ -295,3 +295,14 @@ def test_sums_of_half_numbers_do_not_overflow():
     compare(aten.mean.default, ones)
     compare(aten.mean.dim, ones, [0])
     compare(aten.var_mean.correction, torch.randn(100_000).half() * 10, [0])
+
+
+@pytest.mark.parametrize("source", [X[0], X[0, 0], torch.arange(15).view(3, 5)], ids=lambda source: str(source.shape))
+def test_what_is_copied_over_all_of_a_tensor(source: Tensor):
+    compare(aten.copy.default, X[0], source)
+
+
+def test_a_tensor_that_is_made_for_that():
+    empty = TABLE[aten.new_empty_strided.default](X, [2, 3], [3, 1], dtype=torch.float64)
+    assert (empty.shape, empty.stride(), empty.dtype) == ((2, 3), (3, 1), torch.float64)
+    assert TABLE[aten.new_empty_strided.default](X, [2, 3], [1, 2]) is NotImplemented

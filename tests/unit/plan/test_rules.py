@@ -63,7 +63,7 @@ def test_the_replicated_row_comes_first(sample: Sample):
         (aten.cumsum.default, (1,), [((S(0),), (S(0),))]),
         (aten.view.default, ([8, 4],), [((P,), (P,)), ((S(0),), (S(0),))]),
         (aten.topk.default, (2, 0), [((S(1), S(1)), (S(1),))]),
-        (aten.copy.default, (torch.zeros(8),), [((S(0),), (S(0), R)), ((S(1),), (S(1), S(0)))]),
+        (aten.select_scatter.default, (torch.zeros(4), 1, 0), [((S(0),), (S(0), S(0)))]),
         (
             aten.index_put.default,
             ([torch.zeros(4, 8, dtype=torch.bool)], torch.zeros(())),
