@@ -79,6 +79,9 @@ def check_same_leaves(name: str, batch: Any, leaves: Sequence[Any]) -> None:
 def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
     if _is_whole(value):
         return None
+    if isinstance(value, Mapping) and not isinstance(value, dict) and (registered := registered_children(value)):
+        # What it iterates over need not be keys: a TensorDict has rows, and as many as its tensors.
+        return list(value.keys()), *registered
     if isinstance(value, Mapping):
         keys = list(value)
         return (

@@ -41,6 +41,7 @@ class StepCalls:
         self._kept = KeptResults()
         self._made: dict[int, Any] = {}  # objects whose making the run has seen, kept so that their ids stay theirs
         self._converted: list[tuple[dict[str, Any], str]] = []
+        self._outer: set[FrameType] = set()  # of code that had called the step
         self._draws = {
             id(getattr(owner, name)) for owner in (random, np.random) for name in dir(owner) if name[0] != "_"
         }
@@ -52,6 +53,7 @@ class StepCalls:
         before: Any = sys.getprofile()
         self.seen.clear()
         self.entered = self.drew_at = "?"
+        self._outer = set(_callers(sys._getframe()))
         sys.setprofile(self._hook())
         try:
             with refused_outside(self._reads.watcher):
@@ -59,6 +61,7 @@ class StepCalls:
         finally:
             self._kept.forget()
             self._made.clear()
+            self._outer.clear()
             self._quiet.clear()
             self._engines.clear()
             for table, name in self._converted:
@@ -175,19 +178,34 @@ class StepCalls:
         for imported in modules:
             self._of_module(imported, frame.f_code.co_names, _NESTED)
         for function, runs in [(function, _has_closure_of(function, frame)) for function in functions]:
-            self._of_function(function, frame.f_locals if runs else {})
+            self._of_function(function, frame if runs else None)
 
-    def _of_function(self, function: FunctionType, running: dict[str, Any]) -> None:
-        """What a function's closure and defaults hold; ``running`` are the variables of its frame."""
+    def _of_function(self, function: FunctionType, frame: FrameType | None) -> None:
+        """What a function's closure and defaults hold; ``frame`` is its own, if it runs."""
+        running = {} if frame is None else frame.f_locals
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = Place("cell", cell, None, f"{name} (of a closure)")
-            if id(place.read()) in self._made:
+            if id(place.read()) in self._made or (frame is not None and self._is_of_run(name, cell, frame)):
                 continue
             self._note(place, place.read())
             if place.read() is not MISSING:
                 running[name] = place.read()  # the interpreter writes these back when the hook returns
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._note(Place("cell", _Held(value), None, f"a default of {function.__name__}"), value)
+
+    def _is_of_run(self, name: str, cell: Any, frame: FrameType) -> bool:
+        """Whether a closure's variable is one of a function of the run, which is still inside of that: it may change as
+        the run goes on, and each run has its own.
+        """
+        code = frame.f_code
+        for caller in _callers(frame):
+            if caller in self._outer:
+                return False
+            if any(constant is code for constant in caller.f_code.co_consts):
+                if name in caller.f_code.co_cellvars:
+                    return name not in caller.f_locals or _same_cell(cell, caller.f_locals[name])
+                code = caller.f_code
+        return False
 
     def _of_module(self, module: ModuleType, names: Sequence[str], depth: int) -> None:
         """A function may read the attributes of these ``names``, also of modules in it."""
@@ -207,6 +225,13 @@ class StepCalls:
             self._reads.classes.meet_function(value)
         if not isinstance(value, ModuleType):
             self._reads.note_as_it_is(place, value)
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
 
 
 def _variable(frame: FrameType) -> tuple[Place, Any]:

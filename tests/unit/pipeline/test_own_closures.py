@@ -1,0 +1,83 @@
+"""Variables that functions of a step share with those in them: each run of the step has its own, whatever they hold."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from tests.unit.pipeline._steps import Net, Told, assert_equal, run_captured, run_plainly
+
+
+class InALoop(Net):
+    """A function is made in each turn, and a comprehension calls it."""
+
+    def step(self, x, i):
+        total = 0.0
+        for k in range(3):
+
+            def scaled(value, k=k):
+                return value * (k + 1)
+
+            total = total + sum([scaled(self.loss(x)) for _ in range(2)])
+        return total
+
+
+class OfALoop(Net):
+    """What the comprehension reads is assigned again."""
+
+    def step(self, x, i):
+        total, size = 0.0, None
+        for size in (1.0, 2.0):
+            total = total + sum([self.loss(x) * size for _ in range(2)])
+        size = 5.0
+        return total * size
+
+
+class Inside(Net):
+    """By functions in functions."""
+
+    def step(self, x, i):
+        scale = 1.0
+
+        def outer():
+            def inner():
+                return self.loss(x) * scale
+
+            return inner()
+
+        first = outer()
+        scale = 3.0
+        return first + outer()
+
+
+def around(factor):
+    """What comes from outside of the step is no run's own."""
+
+    class Outside(Net):
+        def between(self, i):
+            nonlocal factor
+            factor = 2.0 if i >= 3 else 1.0
+
+        def step(self, x, i):
+            def inner():
+                return self.loss(x) * factor
+
+            return sum([inner() * factor for _ in range(2)])
+
+    module, told = Outside(), Told()
+    results = run_captured(copy.deepcopy(module), told)
+    assert_equal(results, run_plainly(module))
+    assert told.captures == 2
+
+
+@pytest.mark.parametrize("kind", [InALoop, OfALoop, Inside])
+def test_they_are_not_compared(kind: type[Net]) -> None:
+    module, told = kind(), Told()
+    results = run_captured(copy.deepcopy(module), told)
+    assert_equal(results, run_plainly(module))
+    assert told.captures == 1
+
+
+def test_those_of_whoever_trains_are() -> None:
+    around(1.0)
