@@ -78,7 +78,7 @@ class WorldStrategy(ParallelStrategy):
         """Whether there are several ranks: Lightning then gives each its rows, in an order that all of them know.
 
         A single one has the rows in the order, and the tuners, of one device. Ranks of which none has rows of its own
-        (``{"tp": 2}``) have the order of one device, too.
+        (``{"tp": 2}``) have the order of their loader, too, drawn from the seed anew.
         """
         return self.world_size > 1
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from lightning_autoparallel.capture import check_rows, describe_batch, flatten_batch, ragged_part
 from lightning_autoparallel.errors import CaptureError, ConfigError
@@ -231,3 +232,36 @@ def test_the_loaders_rows_are_in_dim_0():
         check_rows([("x", TIME), ("y", Y)], 8)
     said = check_rows([("x", TIME)], 8)
     assert said is not None and "batch_dims={'x': null}" in said
+
+
+class Rows(Mapping):
+    """Has keys, but iterates over rows, as a TensorDict does, and is registered with torch's pytree."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data, self.rows = data, len(next(iter(data.values())))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __iter__(self):
+        return iter([{key: value[i] for key, value in self.data.items()} for i in range(self.rows)])
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def keys(self):
+        return self.data.keys()
+
+
+register_pytree_node(
+    Rows,
+    lambda rows: (list(rows.data.values()), list(rows.data)),
+    lambda items, keys: Rows(dict(zip(keys, items, strict=True))),
+)
+
+
+def test_a_registered_mapping_that_iterates_over_rows():
+    leaves, rebuild = flatten_batch({"in": Rows({"x": torch.arange(4), "y": torch.ones(4, 2)})})
+    assert [path for path, _ in leaves] == ["in.x", "in.y"]
+    rebuilt = rebuild([torch.zeros(8), torch.zeros(8, 2)])["in"]
+    assert type(rebuilt) is Rows and rebuilt.rows == 8
