@@ -80,8 +80,9 @@ def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
     if _is_whole(value):
         return None
     if isinstance(value, Mapping) and not isinstance(value, dict) and (registered := registered_children(value)):
-        # What it iterates over need not be keys: a TensorDict has rows, and as many as its tensors.
-        return list(value.keys()), *registered
+        # What it iterates over need not be keys: a TensorDict has rows.
+        keys = list(value.keys())
+        return keys if len(keys) == len(registered[0]) else list(range(len(registered[0]))), *registered
     if isinstance(value, Mapping):
         keys = list(value)
         return (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_autoparallel.capture.plain import Freezer, Frozen, TooLargeError, contents
 from lightning_autoparallel.capture.sources import is_installed
+from lightning_autoparallel.errors import CaptureError
 
 if TYPE_CHECKING:
     from lightning_autoparallel.capture.reads import Read
@@ -50,7 +51,7 @@ def _remembered(read: Read, meet: Callable[[Any, str], None]) -> Frozen | None:
         return None
     try:
         after = Freezer(meet).freeze(frozen.value, place.text)
-    except TooLargeError:
+    except (TooLargeError, CaptureError):  # what else the run has changed is put back all the same
         return None
     return None if _holds_tensors(after) else replace(after, grows=True)
 

@@ -53,7 +53,7 @@ class StepCalls:
         before: Any = sys.getprofile()
         self.seen.clear()
         self.entered = self.drew_at = "?"
-        self._outer = set(_callers(sys._getframe()))
+        outer, self._outer = self._outer, set(_callers(sys._getframe()))
         sys.setprofile(self._hook())
         try:
             with refused_outside(self._reads.watcher):
@@ -61,7 +61,7 @@ class StepCalls:
         finally:
             self._kept.forget()
             self._made.clear()
-            self._outer.clear()
+            self._outer = outer
             self._quiet.clear()
             self._engines.clear()
             for table, name in self._converted:
