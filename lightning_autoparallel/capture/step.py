@@ -58,6 +58,9 @@ from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 NUMBERS = "the step's numbers"  # the name of the graph's input for them
 
 
+_MOST_STARTS = 32  # of one capture: each run tells what the next one is to be given
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """The global geometry of a parameter or buffer: all that capture needs to know of it."""
@@ -245,7 +248,7 @@ def capture_step(request: StepRequest) -> CapturedGraph:
     state = request.state or StepState(request.module)
     request = dataclasses.replace(request, state=state)
     with collection_paused():
-        while True:
+        for _ in range(_MOST_STARTS):
             try:
                 return _capture(request)
             except StartOver as reason:
@@ -260,6 +263,9 @@ def capture_step(request: StepRequest) -> CapturedGraph:
                     raise
                 state.start_over(frozenset())  # a function in C cannot read a stand-in
                 state.reads_leaves = True
+    raise CaptureError(
+        f"{request.name} asks for numbers in places that are new whenever it runs: no graph can be given them all"
+    )
 
 
 def _with_vector(request: StepRequest) -> StepRequest:

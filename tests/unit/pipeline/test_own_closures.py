@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from lightning_autoparallel.errors import CaptureError
 from tests.unit.pipeline._steps import Net, Told, assert_equal, run_captured, run_plainly
 
 
@@ -51,6 +52,25 @@ class Inside(Net):
         return first + outer()
 
 
+def counter():
+    count = 0
+
+    def next_one():
+        nonlocal count
+        count += 1
+        return float(count)
+
+    return next_one
+
+
+class Counts(Net):
+    """By a function whose variable outlives the function around it."""
+
+    def step(self, x, i):
+        count = counter()
+        return self.loss(x) * count() + count()
+
+
 def around(factor):
     """What comes from outside of the step is no run's own."""
 
@@ -81,3 +101,8 @@ def test_they_are_not_compared(kind: type[Net]) -> None:
 
 def test_those_of_whoever_trains_are() -> None:
     around(1.0)
+
+
+def test_a_number_that_each_run_keeps_in_a_place_of_its_own_ends_the_capture() -> None:
+    with pytest.raises(CaptureError, match="in places that are new whenever it runs"):
+        run_captured(Counts(), Told())
