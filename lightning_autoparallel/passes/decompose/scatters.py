@@ -46,10 +46,16 @@ def scatters_products(node: fx.Node) -> bool:
 
 
 def _leads_to_product(node: fx.Node) -> bool:
-    if product_of(node) is not None:
-        return True
-    if moves(node) or _is_sum(node):
-        return any(map(_leads_to_product, node.all_input_nodes))
+    """Whether a product is behind ``node``; sums may be a residual stream, which is as deep as the model."""
+    ahead_of, seen = [node], {node}
+    while ahead_of:
+        node = ahead_of.pop()
+        if product_of(node) is not None:
+            return True
+        if moves(node) or _is_sum(node):
+            unseen = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(unseen)
+            ahead_of += unseen
     return False
 
 
@@ -83,24 +89,30 @@ def read_scatter(node: fx.Node) -> Scatter:
     )
 
 
-def _follow(node: fx.Node, cut: Cut, ranks: int, cuts: dict[fx.Node, Cut]) -> list[Product]:
-    """The products that ``node`` is made of; fills ``cuts``."""
-    if len(node.users) != 1:
-        raise NotDecomposable(f"{fxn.call_of(node)} is read by others too")
-    cuts[node] = cut
-    product = product_of(node)
-    if product is not None:
-        if node.meta.get(PARTIAL):
-            raise NotDecomposable(f"{fxn.call_of(node)} is a part of a product that is decomposed already")
-        return [product]
-    if moves(node):
-        found = ahead(node, cut, ranks)
-        if found is None:
-            raise NotDecomposable(f"{fxn.call_of(node)} mixes the parts of ranks")
-        return _follow(node.all_input_nodes[0], found, ranks, cuts)
-    if _is_sum(node):
-        return [one for addend in node.all_input_nodes for one in _follow(addend, cut, ranks, cuts)]
-    raise NotDecomposable(f"{fxn.call_of(node)} is no product, nor a sum of products")
+def _follow(scattered: fx.Node, cut: Cut, ranks: int, cuts: dict[fx.Node, Cut]) -> list[Product]:
+    """The products that ``scattered`` is made of, in their order; fills ``cuts``."""
+    products: list[Product] = []
+    ahead_of = [(scattered, cut)]
+    while ahead_of:
+        node, cut = ahead_of.pop()
+        if len(node.users) != 1:
+            raise NotDecomposable(f"{fxn.call_of(node)} is read by others too")
+        cuts[node] = cut
+        product = product_of(node)
+        if product is not None:
+            if node.meta.get(PARTIAL):
+                raise NotDecomposable(f"{fxn.call_of(node)} is a part of a product that is decomposed already")
+            products.append(product)
+        elif moves(node):
+            found = ahead(node, cut, ranks)
+            if found is None:
+                raise NotDecomposable(f"{fxn.call_of(node)} mixes the parts of ranks")
+            ahead_of.append((node.all_input_nodes[0], found))
+        elif _is_sum(node):
+            ahead_of += [(addend, cut) for addend in reversed(node.all_input_nodes)]
+        else:
+            raise NotDecomposable(f"{fxn.call_of(node)} is no product, nor a sum of products")
+    return products
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -82,16 +82,19 @@ class _Writer:
 
     def _part(self, step: int) -> fx.Node:
         """What the rank ``step`` further on is to have of this rank's value, row by row."""
-        return self._call.contiguous(self._made(self._scatter.scattered, step))
+        made: dict[fx.Node, fx.Node] = {}
+        for node in sorted(self._scatter.cuts):  # nodes compare by their place in the graph
+            made[node] = self._part_of(node, made, step)
+        return self._call.contiguous(made[self._scatter.scattered])
 
-    def _made(self, node: fx.Node, step: int) -> fx.Node:
+    def _part_of(self, node: fx.Node, made: dict[fx.Node, fx.Node], step: int) -> fx.Node:
         cut, call = self._scatter.cuts[node], self._calls(self._scatter.node, node.meta)
         product = product_of(node)
         if product is not None:
             part = _product_part(call, product, cut, self._chunks, step)
             part.meta[PARTIAL] = True
             return part
-        parts = [self._made(source, step) for source in node.all_input_nodes]
+        parts = [made[source] for source in node.all_input_nodes]
         return call(aten.add.Tensor, *parts) if len(parts) > 1 else move_part(call, node, parts[0], cut)
 
 

@@ -239,6 +239,38 @@ def test_a_scatter_of_something_else_stays_whole(reason: str):
     assert launches(graph) == {"reduce_scatter": 1}
 
 
+_DEEPER_THAN_PYTHON = 1200  # calls in one another
+
+
+def test_what_is_scattered_may_be_a_sum_as_deep_as_a_large_model():
+    """A residual stream, which something else reads, or that no product leads to."""
+    for is_of_products in (False, True):
+        build = RingBuilder(2, 2, 4, torch.float32, "ring")
+        rows, columns = build.rows * build.ranks, 5
+        weight = build.take(build.width, columns)
+        product = build.mm(build.take(rows, build.width), weight)
+        addend = build.take(rows, columns)
+        total = product if is_of_products else addend
+        for _ in range(_DEEPER_THAN_PYTHON):
+            more = build.call(aten.mul.Tensor, product if is_of_products else addend, 2.0)
+            total = build.call(aten.add.Tensor, total, more)
+        graph = build.output(build.scattered(total))
+        notes = decompose(graph, "scatter")
+        assert launches(graph) == {"reduce_scatter": 1}
+        assert len(notes) == is_of_products
+
+
+def test_a_deep_sum_of_products_is_decomposed():
+    build = RingBuilder(2, 2, 4, torch.float32, "ring")
+    left = build.take(build.rows * build.ranks, build.width)
+    total = build.mm(left, build.take(build.width, 5))
+    for _ in range(_DEEPER_THAN_PYTHON // 2):  # each was two calls in one another
+        total = build.call(aten.add.Tensor, total, build.mm(left, build.take(build.width, 5)))
+    graph = build.output(build.scattered(total))
+    decompose(graph, "scatter")
+    assert launches(graph) == {"permute": 1}
+
+
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 def test_one_rank_needs_no_transfers(kind: str):
     graph, _ = ring_graph(kind, "rows", 1)
