@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.classes import MetClasses, is_users
 from lightning_autoparallel.capture.instrument import Instrument, can_instrument, has_hidden_state
-from lightning_autoparallel.capture.memos import restore_containers
+from lightning_autoparallel.capture.memos import Memos
 from lightning_autoparallel.capture.own_attributes import OwnAttributes, asks_for_one
 from lightning_autoparallel.capture.places import MISSING, Place, attributes_of, item_of
 from lightning_autoparallel.capture.plain import (
@@ -92,8 +92,10 @@ class StateReads:
     all runs of the step, ``written`` and ``changed`` of the last one.
     """
 
-    def __init__(self, module: nn.Module, watcher: Watcher, numbers: frozenset[Any] = frozenset()) -> None:
-        self.module, self.watcher, self.numbers = module, watcher, numbers
+    def __init__(
+        self, module: nn.Module, watcher: Watcher, numbers: frozenset[Any] = frozenset(), memos: Memos | None = None
+    ) -> None:
+        self.module, self.watcher, self.numbers, self.memos = module, watcher, numbers, memos or Memos()
         self.reads: dict[Any, Read] = {}
         self.written: dict[Any, Written] = {}
         self.changed: dict[int, tuple[ListStandIn | DictStandIn, str]] = {}
@@ -134,7 +136,7 @@ class StateReads:
             self._note_outside()
             for place, value in reversed(self._swapped):
                 place.write(value)
-            containers, attributes = restore_containers(self.reads, self.meet), self.classes.undo()
+            containers, attributes = self.memos.restore_containers(self.reads, self.meet), self.classes.undo()
             self.restored = containers or attributes
 
     @contextlib.contextmanager

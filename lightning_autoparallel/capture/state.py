@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_autoparallel.capture.guards import Difference, StateGuards
 from lightning_autoparallel.capture.leaf_stand_ins import Unread, read_leaf
+from lightning_autoparallel.capture.memos import Memos
 from lightning_autoparallel.capture.messages import Messages
 from lightning_autoparallel.capture.numbers import call_with_numbers, has_number
 from lightning_autoparallel.capture.own_backwards import OwnBackwards
@@ -58,11 +59,12 @@ class StepState:
         self.needs_vector = False
         self.clones: frozenset[int] = frozenset()  # tensors of the batch that the step changes in place
         self.has_unread = self.reads_leaves = False
+        self.memos = Memos()
         self._begin()
 
     def _begin(self) -> None:
         self._settings = torch_settings()
-        self.reads = StateReads(self.module, self.watcher, self.numbers)
+        self.reads = StateReads(self.module, self.watcher, self.numbers, self.memos)
         self.writes = StateWrites(self.reads)
         self.messages = Messages(self.watcher)
         self.feeds: dict[int, Place] = {}  # positions of the graph's constants that real steps read anew
@@ -84,6 +86,11 @@ class StepState:
     def start_over(self, numbers: frozenset[Any]) -> None:
         """Forget the capture so far; ``numbers`` are more places whose numbers are fed."""
         self.numbers |= numbers
+        self.memos.restore()
+        self.again()
+
+    def again(self) -> None:
+        """Forget the capture so far, but not what tables of libraries remember of it."""
         self.watcher.forget()
         self._begin()
 

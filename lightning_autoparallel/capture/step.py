@@ -247,10 +247,13 @@ def capture_step(request: StepRequest) -> CapturedGraph:
     """
     state = request.state or StepState(request.module)
     request = dataclasses.replace(request, state=state)
-    with collection_paused():
+    with collection_paused(), _remembered_if_captured(state):
         for _ in range(_MOST_STARTS):
             try:
-                return _capture(request)
+                captured = _capture(request)
+                if state.memos.are_found(captured):
+                    return captured
+                state.again()
             except StartOver as reason:
                 state.start_over(reason.places if isinstance(reason, NeedsNumbers) else frozenset())
                 state.clones |= reason.positions if isinstance(reason, NeedsClones) else frozenset()
@@ -263,9 +266,19 @@ def capture_step(request: StepRequest) -> CapturedGraph:
                     raise
                 state.start_over(frozenset())  # a function in C cannot read a stand-in
                 state.reads_leaves = True
-    raise CaptureError(
-        f"{request.name} asks for numbers in places that are new whenever it runs: no graph can be given them all"
-    )
+        raise CaptureError(
+            f"{request.name} asks for numbers in places that are new whenever it runs: no graph can be given them all"
+        )
+
+
+@contextlib.contextmanager
+def _remembered_if_captured(state: StepState) -> Iterator[None]:
+    """What tables of libraries remember stays where the step is captured."""
+    try:
+        yield
+    except BaseException:
+        state.memos.restore()
+        raise
 
 
 def _with_vector(request: StepRequest) -> StepRequest:

@@ -20,6 +20,10 @@ LIBRARY = """
 class Backend:
     scale = 0.5
 
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
 by_class, by_name, numbers, kept, taken = {}, {}, {}, {}, {"first": True}
 
 def backend(tensor):
@@ -39,6 +43,29 @@ def grow(tensor):
 def keep(tensor):
     kept["last"] = tensor * 2
     return 1.0
+
+def begin(tensor):
+    if "begun" not in numbers:
+        numbers["begun"] = True
+        return 2.0
+    return 1.0
+
+def warm(tensor):
+    if type(tensor) not in by_class:
+        by_class[type(tensor)] = 2.0
+        return 3.0
+    return by_class[type(tensor)]
+
+def hold(tensor):
+    if "held" not in kept:
+        kept["held"] = Holder(tensor.detach().new_ones(()))
+    return kept["held"].tensor
+
+def close(tensor):
+    if "closed" not in kept:
+        one = tensor.detach().new_ones(())
+        kept["closed"] = lambda: one
+    return kept["closed"]()
 
 def take(tensor):
     return 2.0 if taken.pop("first", False) else 1.0
@@ -84,11 +111,18 @@ def test_what_the_first_run_adds_is_found_by_the_next(kind: type[Net], library: 
     assert_equal(results, run_plainly(module))
 
 
-@pytest.mark.parametrize("name", ["count", "grow", "keep", "take"])
-def test_what_every_run_changes_is_refused(name: str, library: ModuleType) -> None:
+_TABLES = ("by_class", "by_name", "numbers", "kept", "taken")
+
+
+@pytest.mark.parametrize("name", ["count", "grow", "keep", "take", "begin", "warm", "hold", "close"])
+def test_what_tells_runs_apart_is_refused_and_forgotten(name: str, library: ModuleType) -> None:
+    """What every run changes, what the first one does otherwise, and tensors of a run."""
+    before = {table: dict(getattr(library, table)) for table in _TABLES}
+
     class Changes(Net):
         def step(self, x, i):
             return self.loss(x) * getattr(library, name)(x)
 
     with pytest.raises(CaptureError, match=r"changes .* in place \(or what it calls does\)"):
         run_captured(Changes(), Told())
+    assert {table: getattr(library, table) for table in _TABLES} == before
