@@ -241,7 +241,27 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What ``target`` is when ``source`` has been written over all of it; nothing is read of it."""
     if (source.dtype, source.device) != (target.dtype, target.device):
         source = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
-    return aten.clone.default(source.expand(target.shape), memory_format=torch.contiguous_format)
+    order = _memory_order(target)
+    if order is None:
+        return NotImplemented
+    source = source.expand(target.shape)
+    if order == sorted(order):
+        return aten.clone.default(source, memory_format=torch.contiguous_format)
+    there = aten.clone.default(aten.permute.default(source, order), memory_format=torch.contiguous_format)
+    return aten.permute.default(there, [order.index(dim) for dim in range(len(order))])
+
+
+def _memory_order(tensor: Tensor) -> list[int] | None:
+    """Its dims, the outermost in memory first; None where its elements do not fill one piece of memory."""
+    shape, strides = tensor.shape, tensor.stride()
+    single = [dim for dim, size in enumerate(shape) if size == 1]  # their strides say nothing
+    order = sorted((dim for dim in range(len(shape)) if dim not in single), key=lambda dim: -strides[dim])
+    inner = 1
+    for dim in reversed(order):
+        if tensor.numel() and strides[dim] != inner:
+            return None
+        inner *= shape[dim]
+    return list(range(len(shape))) if order == sorted(order) else [*single, *order]
 
 
 def _new_full(

@@ -80,9 +80,7 @@ def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
     if _is_whole(value):
         return None
     if isinstance(value, Mapping) and not isinstance(value, dict) and (registered := registered_children(value)):
-        # What it iterates over need not be keys: a TensorDict has rows.
-        keys = list(value.keys())
-        return keys if len(keys) == len(registered[0]) else list(range(len(registered[0]))), *registered
+        return _keys_of(value, registered[0]), *registered
     if isinstance(value, Mapping):
         keys = list(value)
         return (
@@ -107,6 +105,16 @@ def _children(value: Any) -> tuple[list[Any], list[Any], Rebuild] | None:
         )
     registered = registered_children(value)
     return registered and (list(range(len(registered[0]))), *registered)
+
+
+def _keys_of(value: Mapping[Any, Any], children: Sequence[Any]) -> list[Any]:
+    """The key of each child of a registered kind, or its position where they are not what keys lead to.
+
+    What it iterates over need not be keys: a TensorDict has rows.
+    """
+    keys = {id(value[key]): key for key in value.keys()}  # noqa: SIM118
+    is_by_key = len(keys) == len(children) and all(id(child) in keys for child in children)
+    return [keys[id(child)] for child in children] if is_by_key else list(range(len(children)))
 
 
 def _is_whole(value: Any) -> bool:

@@ -260,6 +260,28 @@ register_pytree_node(
 )
 
 
+class Sorted(Encoding):
+    """Is registered so that its parts come in another order than its keys."""
+
+
+class Half(Encoding):
+    """Has a part that no key leads to."""
+
+
+register_pytree_node(
+    Sorted,
+    lambda value: ([value[key] for key in sorted(value)], sorted(value)),
+    lambda parts, keys: Sorted(dict(zip(keys, parts, strict=True))),
+)
+register_pytree_node(Half, lambda value: ([value["x"], 2.0], None), lambda parts, _: Half({"n": 3, "x": parts[0]}))
+
+
+def test_parts_of_a_registered_mapping_have_the_keys_that_lead_to_them():
+    x, y = torch.zeros(2), torch.ones(3)
+    assert [path for path, _ in flatten_batch(Sorted({"x": x, "labels": y}))[0]] == ["labels", "x"]
+    assert [path for path, _ in flatten_batch(Half({"n": 3, "x": x}))[0]] == ["0", "1"]
+
+
 def test_a_registered_mapping_that_iterates_over_rows():
     leaves, rebuild = flatten_batch({"in": Rows({"x": torch.arange(4), "y": torch.ones(4, 2)})})
     assert [path for path, _ in leaves] == ["in.x", "in.y"]

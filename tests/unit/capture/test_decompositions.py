@@ -306,3 +306,31 @@ def test_a_tensor_that_is_made_for_that():
     empty = TABLE[aten.new_empty_strided.default](X, [2, 3], [3, 1], dtype=torch.float64)
     assert (empty.shape, empty.stride(), empty.dtype) == ((2, 3), (3, 1), torch.float64)
     assert TABLE[aten.new_empty_strided.default](X, [2, 3], [1, 2]) is NotImplemented
+
+
+_FILLED = torch.zeros(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        _FILLED.permute(2, 0, 1),
+        _FILLED.transpose(0, 1),
+        torch.zeros(1, 3, 1, 4).permute(3, 0, 1, 2),
+        torch.zeros(4, 2, 1, 3).contiguous(memory_format=torch.channels_last),
+        torch.zeros(0, 3).t(),
+    ],
+    ids=lambda target: str(target.stride()),
+)
+def test_what_is_copied_lies_as_its_target_does(target: Tensor):
+    source = torch.arange(target.numel(), dtype=torch.float64).view(target.shape)
+    copied = TABLE[aten.copy.default](target, source)
+    assert torch.equal(copied, source.float())
+    assert copied.dtype == target.dtype
+    large = [dim for dim, size in enumerate(target.shape) if size != 1]
+    assert [copied.stride(dim) for dim in large] == [target.stride(dim) for dim in large]
+
+
+def test_targets_with_holes_are_copied_to_as_torch_does():
+    for target in (_FILLED[:, ::2], _FILLED[..., 0], torch.zeros(3, 1).expand(3, 4)):
+        assert TABLE[aten.copy.default](target, torch.ones(())) is NotImplemented
