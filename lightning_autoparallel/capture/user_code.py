@@ -203,7 +203,7 @@ class StepCalls:
                 return False
             if any(constant is code for constant in caller.f_code.co_consts):
                 if name in caller.f_code.co_cellvars:
-                    return name not in caller.f_locals or _same_cell(cell, caller.f_locals[name])
+                    return name not in caller.f_locals or _is_variable(cell, caller, name)
                 code = caller.f_code
         return False
 
@@ -313,3 +313,16 @@ def _same_cell(cell: Any, value: Any) -> bool:
         return cell.cell_contents is value
     except ValueError:
         return False
+
+
+def _is_variable(cell: Any, frame: FrameType, name: str) -> bool:
+    """Whether a cell is a variable of a function that runs: what is put into one is found in the other."""
+    value = frame.f_locals[name]
+    if not _same_cell(cell, value):
+        return False
+    cell.cell_contents = probe = object()
+    try:
+        return bool(frame.f_locals[name] is probe)
+    finally:
+        cell.cell_contents = value
+        frame.f_locals  # noqa: B018 - before Python 3.13 a copy, which forgets the probe by this

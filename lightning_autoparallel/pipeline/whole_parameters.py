@@ -30,7 +30,7 @@ from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.plain_gradients import plain_gradients_refused
 from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
 from lightning_autoparallel.pipeline.whole_tensor import WholeTensor
-from lightning_autoparallel.torch_compat.autograd import has_hooks
+from lightning_autoparallel.torch_compat.autograd import has_hooks, hooked_as
 from lightning_autoparallel.torch_compat.interception import (
     innermost,
     inside_of,
@@ -238,9 +238,7 @@ class WholeParameters(TorchFunctionMode):
 
     @contextlib.contextmanager
     def given(self, leaves: Sequence[tuple[DTensor, Tensor]]) -> Iterator[None]:
-        """For the backward of a function that was given whole tensors in the place of parameters: it computes with
-        them again, and may differentiate by them, which is this rank's own matter.
-        """
+        """For the backward of a function that was given wholes of parameters, which it may compute with again."""
         before = self._wholes, self._leaves, self._is_given
         self._wholes = {_memory(p): _Gathered(p, leaf.detach(), leaf._version) for p, leaf in leaves}
         self._leaves, self._is_given = {id(p): (p, leaf) for p, leaf in leaves}, True
@@ -253,7 +251,8 @@ class WholeParameters(TorchFunctionMode):
     def _differentiate(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_given:
             args, kwargs = tree_map(lambda leaf: self._leaves.get(id(leaf), (leaf, leaf))[1], (args, kwargs))
-            return func(*args, **kwargs)
+            with hooked_as(self._leaves.values() if name == "grad" else ()):  # backward leaves that to the outer one
+                return func(*args, **kwargs)
         return self._backward(func, args, kwargs) if name == "backward" else self.owed.gradients(func, args, kwargs)
 
     def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -32,9 +32,13 @@ def masked_put_rule(call: OpCall) -> list[Row] | None:
     """Where the only index is a mask: it covers as many dims as it has, what is true in it is one dim of the values.
 
     Along the dims beside those everything is independent; along the mask's, if one value goes to all that is true.
+    Beside other indices a mask of several dims is what torch's own rule takes for one of one dim.
     """
-    masks = [index for index in call.args[1] if index is not None]
-    if len(masks) != 1 or masks[0].dtype not in _TRUTH:
+    indices = [index for index in call.args[1] if index is not None]
+    masks = [index for index in indices if index.dtype in _TRUTH]
+    if len(indices) > 1 and any(mask.dim() > 1 for mask in masks):
+        return [((P,), (P, *[R] * len(indices), P))]
+    if len(indices) != 1 or not masks:
         return None
     target, mask, values = call.inputs
     first = next(place for place, index in enumerate(call.args[1]) if index is not None)

@@ -38,6 +38,7 @@ from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.sampling import rows_of_batches
 from lightning_autoparallel.strategy.seen_by_hooks import has_hooks
 from lightning_autoparallel.strategy.synced_numbers import LoggedNumbers
+from lightning_autoparallel.strategy.told_losses import number_of, told_as
 
 _BATCH_INDEX = "batch_idx"
 _PATIENCE = 64  # training steps; closures of optimizers run several for one of theirs
@@ -229,16 +230,10 @@ class LightningSteps:
         """
         if self.mode("training_step") != "forward" or needs_no_help(optimizer):
             return loss
-        is_number = isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point()
-        has_one = is_number or isinstance(loss, float)
-        own = torch.tensor([float(loss), 1.0] if has_one else [0.0, 0.0], dtype=torch.float64)
+        number = number_of(loss)
+        own = torch.tensor([0.0, 0.0] if number is None else [number, 1.0], dtype=torch.float64)
         told = mean_over_shards(own.to(self._engine.device), self._engine.context.mesh)
-        if not has_one:
-            return loss
-        if isinstance(loss, float):
-            return float(told[0] / told[1])
-        mean = (told[0] / told[1]).to(loss)
-        return loss + (mean - loss.detach()) if loss.requires_grad else mean
+        return loss if number is None else told_as(loss, float(told[0] / told[1]))
 
     def _run_captured(self, name: str, args: tuple[Any, ...], around: Any, rows: RowsOfBatch) -> Any:
         counters = self._counters(args)

@@ -71,7 +71,7 @@ class Attached:
 
 Hook = Callable[..., Any]
 _HAVE_DTYPES = hasattr(Tensor, "grad_dtype")
-_REPLACED = "_autoparallel_replaced"  # on what stands in the place of a hook
+_REPLACED = "_autoparallel_replaced"  # on what stands in the place of a hook: that one, or None
 
 
 @contextlib.contextmanager
@@ -82,11 +82,7 @@ def hooks_replaced(holders: Iterable[Tensor | Optimizer], replaced: Callable[[Ho
     """
 
     def once(hook: Hook) -> Hook:
-        if getattr(hook, _REPLACED, False):
-            return hook
-        other = replaced(hook)
-        setattr(other, _REPLACED, True)
-        return other
+        return hook if hasattr(hook, _REPLACED) else replaced(hook)
 
     with _replaced([hooks for holder in holders for hooks in _hooks_of(holder)], once):
         yield
@@ -98,6 +94,8 @@ def _replaced(every: Iterable[Any], replaced: Callable[[Hook], Hook]) -> Iterato
     for hooks in every:
         for key, hook in list(hooks.items()):
             other = replaced(hook)
+            if other is not hook:
+                setattr(other, _REPLACED, getattr(hook, _REPLACED, hook))
             kept.append((hooks, key, hook, other))
             hooks[key] = other
     try:
@@ -120,6 +118,7 @@ def gradients_held(parameters: Iterable[Tensor]) -> Iterator[dict[int, list[Tens
                 came.append(gradient)
                 return torch.zeros_like(gradient)
 
+            setattr(hold, _REPLACED, None)
             stack.enter_context(_replaced(_hooks_of(parameter), lambda hook: lambda *args: None))
             stack.callback(parameter.register_hook(hold).remove)  # type: ignore[no-untyped-call]
         yield held
@@ -136,6 +135,17 @@ def _hooks_of(holder: Tensor | Optimizer) -> list[Any]:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody is to be given its gradient as it comes."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+@contextlib.contextmanager
+def hooked_as(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, gradients of the second of two tensors go through what was hung on the first, as they come."""
+    with contextlib.ExitStack() as stack:
+        for parameter, leaf in pairs:
+            for hook in [getattr(hook, _REPLACED, hook) for hook in (parameter._backward_hooks or {}).values()]:
+                if hook is not None:
+                    stack.callback(leaf.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+        yield
 
 
 def will_accumulate(node: Any, parameter: Tensor) -> bool:

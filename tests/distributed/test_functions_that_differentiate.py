@@ -117,6 +117,17 @@ class AddingUp(OfAModule):
     function = Reversible
 
 
+class Hooked(OfAModule):
+    """The function, too, is given what hooks make of gradients, and then they are given what it returns."""
+
+    def on_fit_start(self) -> None:
+        self.field[0].weight.register_hook(lambda gradient: gradient * 3)
+
+
+class HookedAddingUp(Hooked):
+    function = Reversible
+
+
 class ByHand(OfAModule):
     strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
 
@@ -131,7 +142,9 @@ class ByHand(OfAModule):
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [OfAModule, Copies, AskingTheModule, Adaptive, AddingUp, ByHand])
+@pytest.mark.parametrize(
+    "kind", [OfAModule, Copies, AskingTheModule, Adaptive, AddingUp, Hooked, HookedAddingUp, ByHand]
+)
 def test_they_train_as_on_one_device(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None).parameters
     for outcome in worlds(2).run(train, kind, MESH):

@@ -138,6 +138,9 @@ class SearchingByHand(Searching):
 class SearchingByNumbers(SearchingByHand):
     """The closure gives a Python number."""
 
+    def told(self, loss: torch.Tensor) -> Any:
+        return loss.item()
+
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
 
@@ -145,9 +148,23 @@ class SearchingByNumbers(SearchingByHand):
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
-            return loss.item()
+            return self.told(loss)
 
         optimizer.step(closure)
+
+
+class SearchingByArrays(SearchingByNumbers):
+    """The closure gives a numpy array."""
+
+    def told(self, loss: torch.Tensor) -> Any:
+        return loss.detach().numpy()
+
+
+class SearchingByOneElement(Searching):
+    """The step's loss is a tensor of one element."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch).reshape(1)
 
 
 class Asking(torch.optim.SGD):
@@ -185,7 +202,9 @@ def test_a_closure_that_gives_nothing_on_one_rank_makes_none_wait(worlds: Worlds
     assert all(worlds(2).run(train, GivingOnOneRank, MESH, timeout_s=60))
 
 
-@pytest.mark.parametrize("kind", [Searching, SearchingByHand, SearchingByNumbers])
+@pytest.mark.parametrize(
+    "kind", [Searching, SearchingByHand, SearchingByNumbers, SearchingByArrays, SearchingByOneElement]
+)
 def test_ranks_search_by_the_loss_of_all(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None).parameters
     for outcome in worlds(2).run(train, kind, MESH, timeout_s=60):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
 from lightning_autoparallel.errors import CaptureError
 from tests.unit.pipeline._steps import Net, Told, assert_equal, run_captured, run_plainly
@@ -88,6 +89,40 @@ def around(factor):
     module, told = Outside(), Told()
     results = run_captured(copy.deepcopy(module), told)
     assert_equal(results, run_plainly(module))
+    assert told.captures == 2
+
+
+def scaled_by(factor, then=None):
+    """Is run again with the same value, and calls what it has made before: whose variable is another one."""
+
+    def scaled(value):
+        return value * factor
+
+    def assign(value):
+        nonlocal factor
+        factor = value
+
+    scaled.assign = assign
+    return scaled if then is None else scaled(then(1.0))
+
+
+class OfAnEarlierCall(Net):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        object.__setattr__(self, "scaled", scaled_by(2.0))
+
+    def between(self, i):
+        if i == 3:
+            self.scaled.assign(3.0)
+
+    def step(self, x, i):
+        return self.loss(x) * scaled_by(2.0, self.scaled)
+
+
+def test_those_that_another_call_of_the_same_function_has_made_are() -> None:
+    results = run_captured(OfAnEarlierCall(), told := Told())
+    assert_equal(results, run_plainly(OfAnEarlierCall()))
     assert told.captures == 2
 
 

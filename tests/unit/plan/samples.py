@@ -224,6 +224,8 @@ WRITTEN = [
     call(aten.index_put.default, x(8, 4), [_PICKED], x(4, 1), True),
     call(aten.index_put.default, x(4, 8, 4), [None, _PICKED], x(4, 4, 4)),
     call(aten.index_put.default, x(4, 8, 4), [None, _PICKED], x(4, 1)),
+    call(aten.index_put.default, x(4, 8, 4), [x(4, 8) > 0, torch.tensor([1])], x()),
+    call(aten.index_put.default, x(4, 4, 8), [torch.tensor([1]), x(4, 8) > 0], x(1), True),
 ]
 
 SAMPLES = [*REDUCTIONS, *FACTORIES, *CONVOLUTIONS, *EVALUATED_NORMS, *SPATIAL, *ATTENTION, *INDEXED, *WRITTEN, *VIEWS]
