@@ -182,8 +182,8 @@ class _Step(nn.Module):
             self.static_outputs = {i: self.state.static_result(request.name, leaf) for i, leaf in others.items()}
         if request.training and request.loss_leaf is not None:
             loss = request.loss_leaf(output)
-            tensors = [tensor if tensor is loss else tensor.detach() for tensor in tensors]
-            self.loss = loss
+            self.loss = loss.clone() if loss._is_view() else loss  # gradients would come for what it is a view of
+            tensors = [self.loss if tensor is loss else tensor.detach() for tensor in tensors]
         self.results = len(tensors)
         tensors += [tensor.detach() for tensor in request.effects.tensors()]
         tensors += self.state.writes.tensors

@@ -355,7 +355,7 @@ def _loss_of(output: Any) -> Tensor:
         raise CaptureError(
             f"training_step returned {type(output).__name__}, not a loss: return a tensor, or a dict with 'loss'"
         )
-    if loss.dim() != 0:
+    if loss.numel() != 1:
         raise CaptureError(
             f"training_step returned a loss of shape {tuple(loss.shape)}: reduce it to one number, e.g. .mean()"
         )
