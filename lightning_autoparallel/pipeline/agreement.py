@@ -269,8 +269,9 @@ def other_place(places: list[Any]) -> OtherRankError:
             return OtherRankError(f"rank {rank} stopped: {place.message}")
     shown = ", ".join(f"rank {rank} at {getattr(place, 'name', place)!r}" for rank, place in enumerate(places))
     error = OtherRankError(
-        f"ranks have come to different places of a step: {shown}; every rank must call the same modules in the same "
-        "order, take as many batches (of validations, too), skip the same of them, and end its training alike"
+        f"ranks have come to different places of a step: {shown}; every rank must call the same modules and "
+        "collectives in the same order, take as many batches (of validations, too), skip the same of them, and end its "
+        "training alike"
     )
     error.places = tuple(places)
     return error

@@ -25,7 +25,7 @@ from lightning_autoparallel.errors import (
 )
 from lightning_autoparallel.pipeline.engine import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.synced_norms import SyncedNorms
-from lightning_autoparallel.pipeline.whole_parameters import WholeParameters
+from lightning_autoparallel.pipeline.whole_parameters import COLLECTIVE, WholeParameters
 from lightning_autoparallel.torch_compat.interception import (
     Original,
     given_to_functions,
@@ -93,6 +93,15 @@ class ModuleCalls:
         backwards = wrapped_backwards_of_functions(self._differentiating)
         with self.parameters, intercepted_calls(self._call), applies, regions, backwards:
             yield
+
+    def meet(self, collective: str) -> None:
+        """Ahead of one that all ranks start, of their own accord: those on the way may compute with parameters.
+
+        Raises:
+            OtherRankError: some rank does not come.
+        """
+        while not self.parameters.agree(f"{COLLECTIVE}{collective}"):
+            pass
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:

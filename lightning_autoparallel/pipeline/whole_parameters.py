@@ -70,7 +70,8 @@ OF_THE_TENSOR_ITSELF = {
     "untyped_storage",
 }
 _COMPUTED = {"T", "mT", "H", "mH", "real", "imag"}  # properties that are a tensor of their own
-_PARAMETER, _TENSOR = "parameter ", "a tensor of shape "
+_GOING_ON = ("parameter ", "a tensor of shape ", "a collective of all ranks: ", "the end of ")
+_PARAMETER, _TENSOR, COLLECTIVE, _ = _GOING_ON
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _MANY_AT_ONCE = ("_foreach_", "_fused_")  # of optimizers, which know what DTensors are
 # In place and element by element: each rank does its part of them.
@@ -278,7 +279,7 @@ class WholeParameters(TorchFunctionMode):
 
     def _scaled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole, rest = self._whole_of(args[1]), tree_map(self._whole_of, (args[2:], kwargs))
-        self._agree(f"a call that scales the rows that it looks up in {self._place(args[1])}")
+        self.agree(f"a call that scales the rows that it looks up in {self._place(args[1])}")
         return scaled(func, (args[0], whole, *rest[0]), rest[1], self._control)
 
     def _whole_of(self, leaf: Any) -> Any:
@@ -295,7 +296,7 @@ class WholeParameters(TorchFunctionMode):
         if not is_followed:
             return self._gathered(leaf).whole
         while id(leaf) not in self._leaves:
-            if self._agree(self._place(leaf)):
+            if self.agree(self._place(leaf)):
                 if not isinstance(leaf, nn.Parameter) or self._parameter_of(leaf) is not leaf:
                     return self._gather(leaf)
                 self._lend(leaf)  # type: ignore[arg-type]
@@ -304,7 +305,7 @@ class WholeParameters(TorchFunctionMode):
     def _gathered(self, tensor: DTensor) -> _Gathered:
         """The whole of it, gathered if need be; every rank takes part in that."""
         while (key := _memory(tensor)) not in self._wholes:
-            if self._agree(self._place(tensor)):
+            if self.agree(self._place(tensor)):
                 self._lend(tensor)
         return self._wholes[key]
 
@@ -338,7 +339,7 @@ class WholeParameters(TorchFunctionMode):
             self._names = {_memory(p)[:-1]: name for name, p in named if isinstance(p, DTensor)}
         return self._names.get(memory)
 
-    def _agree(self, place: str) -> bool:
+    def agree(self, place: str) -> bool:
         """Whether all ranks are here; where they are not, but could go on, each has now what any of them came for.
 
         Raises:
@@ -439,7 +440,7 @@ def _goes_on(place: Any) -> bool:
     """Whether a rank at that place will ask the others again."""
     if isinstance(place, StepIdentity):
         return ":" in place.name
-    return isinstance(place, str) and place != END and place.startswith((_PARAMETER, _TENSOR, "the end of "))
+    return isinstance(place, str) and place != END and place.startswith(_GOING_ON)
 
 
 def _memory(tensor: DTensor) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_autoparallel.capture import Watcher
@@ -14,6 +15,7 @@ from lightning_autoparallel.pipeline import StepCall, StepEngine, StepResult
 from lightning_autoparallel.pipeline.buffers import SharedBuffers
 from lightning_autoparallel.pipeline.module_calls import ModuleCalls
 from lightning_autoparallel.pipeline.own_writes import differing_writes
+from lightning_autoparallel.strategy import gathered_ranks, world
 from lightning_autoparallel.strategy.counted_once import counting_once
 from lightning_autoparallel.strategy.last_rows import RowsOfBatch
 from lightning_autoparallel.strategy.lightning_tools import syncs_norms
@@ -21,6 +23,7 @@ from lightning_autoparallel.strategy.metrics import MetricScopes
 from lightning_autoparallel.strategy.ranks_of_batch import RanksOfBatch
 from lightning_autoparallel.strategy.recorder import LightningEffects
 from lightning_autoparallel.strategy.shared_losses import SharedLosses
+from lightning_autoparallel.torch_compat.group_calls import collectives_told
 
 PRECISION_CONTEXTS = {
     "training_step": "train_step_context",
@@ -28,6 +31,8 @@ PRECISION_CONTEXTS = {
     "test_step": "test_step_context",
     "predict_step": "predict_step_context",
 }
+_ENGINE = __name__.partition(".")[0]
+_TALKING = (world.__name__, gathered_ranks.__name__)  # for the step
 
 
 class ForwardSteps:
@@ -69,7 +74,7 @@ class ForwardSteps:
             self._engine.check_parameters()
             counting = counting_once(self._module, rows, self._scopes)
             precision = getattr(plugin, PRECISION_CONTEXTS[name])()
-            with self._ranks.seen(name), self.calls.running(), precision, counting:
+            with self._ranks.seen(name), self.calls.running(), precision, counting, collectives_told(self._meet):
                 output = getattr(self._module, name)(*args)
         except OtherRankError:
             raise
@@ -79,6 +84,19 @@ class ForwardSteps:
         if name == "training_step":
             self._losses.check(name, output)
         return output
+
+    def _meet(self, collective: str, group: dist.ProcessGroup, asking: str) -> None:
+        """Other ranks may still compute with parameters, which all gather, when this one's step talks to them.
+
+        The engine's own collectives are started by all ranks at once, and groups of the user's need not have them all.
+        """
+        context = self._engine.context
+        is_engines = asking.startswith(_ENGINE) and asking not in _TALKING
+        names = context.mesh.axes_by_group()
+        if is_engines or context.control.alone or group is context.control.group:
+            return
+        if group.size() == dist.get_world_size() or group.group_name in {*names, *self._ranks.group_names}:
+            self.calls.meet(collective)
 
     def give_way(self) -> None:
         """To a step of all ranks together: it starts from rank 0's buffers, once after steps that ran here."""

@@ -35,6 +35,11 @@ class RanksOfBatch:
         self._asked = False  # in the step, or backward, that runs
         self._told: set[tuple[str, bool]] = set()
 
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Of the group that user code finds, if it is another one than that of all ranks."""
+        return () if self._group is None else (self._group.group_name,)
+
     @contextlib.contextmanager
     def seen(self, name: str) -> Iterator[None]:
         """Around the Python of the step ``name``, and around its backward."""

@@ -126,14 +126,14 @@ def _calls_by_user(frame: FrameType | None) -> list[FrameType]:
     while frame is not None and (_is_of(frame, (*_CALLED, *_COMPILER)) or _name(frame) in _BETWEEN):
         calls += [frame] if _is_of(frame, _CALLED) else []
         frame = frame.f_back
-        frame = _who_overrode(frame) or frame
+        frame = who_overrode(frame) or frame
     if frame is None or _is_of(frame, _TORCH):
         # Autograd has called a backward: of collectives with gradients, which are nobody's but users'.
         return calls if any(_is_of(call, _DIFFERENTIABLE) for call in calls) else []
     return [] if _is_of(frame, _OTHERS) else calls or [frame]
 
 
-def _who_overrode(frame: FrameType | None) -> FrameType | None:
+def who_overrode(frame: FrameType | None) -> FrameType | None:
     """Where a mode of ours has been asked how to run a function: the frame that asked."""
     while frame is not None and _is_of(frame, _OURS):
         frame = frame.f_back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -75,3 +76,55 @@ class GradientOfParameter(Case):
         loss = F.cross_entropy(self.net(x) * self.scale, y)
         (gradient,) = torch.autograd.grad(loss, [self.scale], retain_graph=True)
         return loss * (1 + float(gradient.norm() > 0))
+
+
+class LoggedByAll(Case):
+    """A layer that some ranks' rows lead to, and then a number that all ranks join."""
+
+    pair = True
+
+    def __init__(self):
+        super().__init__()
+        self.aux = nn.Linear(3, 2)
+
+    def branch(self, batch, loss):
+        if float(batch[0][0, 0]) > 0:
+            loss = loss + self.aux(self.net(batch[0])).pow(2).mean()
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.branch(batch, self.loss(batch))
+        self.log("joined", loss, sync_dist=True)
+        return loss
+
+
+class GatheredByAll(LoggedByAll):
+    """The ranks' losses are gathered, and a parameter is what some rows lead to."""
+
+    def branch(self, batch, loss):
+        return loss + self.aux.weight.pow(2).sum() if float(batch[0][0, 0]) > 0 else loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.branch(batch, self.loss(batch))
+        spread = self.all_gather(loss.detach()).std()
+        return loss * (1 + spread)
+
+
+class SummedByAll(LoggedByAll):
+    """torch.distributed itself is called behind it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.branch(batch, self.loss(batch))
+        total = loss.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            dist.barrier()
+        return loss * (1 + 0.1 * total)
+
+
+class EvaluatedApart(LoggedByAll):
+    """The same in an evaluation, batch by batch."""
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.branch(batch, self.loss(batch))
+        self.log("joined_val", loss, sync_dist=True, on_step=True, on_epoch=True)

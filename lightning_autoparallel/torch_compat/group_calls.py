@@ -1,0 +1,62 @@
+"""Being told ahead of the collectives that Python starts on process groups, whoever calls ``torch.distributed``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_autoparallel.torch_compat.users_world import who_overrode
+
+Told = Callable[[str, dist.ProcessGroup, str], None]
+
+_STARTED = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier", "gather", "scatter"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "alltoall", "alltoall_base"),
+)
+_PASSING_ON = ("torch", "contextlib", "functools", "typing_extensions")
+
+
+@contextlib.contextmanager
+def collectives_told(told: Told) -> Iterator[None]:
+    """Inside, each collective is ``told`` before this thread starts it: its name, group, and the module that asks.
+
+    Those of a backward under way are not, nor those that operators of torch start.
+    """
+    thread = get_ident()
+
+    def telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() == thread and torch._C._current_graph_task_id() == -1:
+                told(name.strip("_"), group, _who_asks(sys._getframe(1)))
+            return original(group, *args, **kwargs)
+
+        return start
+
+    kind = dist.ProcessGroup
+    originals = {name: vars(kind)[name] for name in _STARTED if name in vars(kind)}
+    for name, original in originals.items():
+        setattr(kind, name, telling(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(kind, name, original)
+
+
+def _who_asks(frame: FrameType | None) -> str:
+    """The module of the nearest frame that is not torch's."""
+    while frame is not None:
+        frame = who_overrode(frame) or frame
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _PASSING_ON and name != __name__:
+            return name
+        frame = frame.f_back
+    return ""
