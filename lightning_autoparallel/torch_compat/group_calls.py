@@ -12,16 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_autoparallel.torch_compat import interception
 from lightning_autoparallel.torch_compat.users_world import who_overrode
 
 Told = Callable[[str, dist.ProcessGroup, str], None]
 
-_STARTED = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier", "gather", "scatter"),
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "alltoall", "alltoall_base"),
-)
-_PASSING_ON = ("torch", "contextlib", "functools", "typing_extensions")
+_STARTED = ("reduce", "gather", "scatter", "all_to_all", "alltoall", "broadcast", "barrier")  # parts of methods' names
+_PASSING_ON = ("torch", "contextlib", "functools", "typing_extensions", __name__, interception.__name__)
 
 
 @contextlib.contextmanager
@@ -41,7 +38,11 @@ def collectives_told(told: Told) -> Iterator[None]:
         return start
 
     kind = dist.ProcessGroup
-    originals = {name: vars(kind)[name] for name in _STARTED if name in vars(kind)}
+    originals = {
+        name: method
+        for name, method in vars(kind).items()
+        if not name.startswith("__") and any(part in name for part in _STARTED)
+    }
     for name, original in originals.items():
         setattr(kind, name, telling(name, original))
     try:
@@ -56,7 +57,7 @@ def _who_asks(frame: FrameType | None) -> str:
     while frame is not None:
         frame = who_overrode(frame) or frame
         name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in _PASSING_ON and name != __name__:
+        if name.partition(".")[0] not in _PASSING_ON and name not in _PASSING_ON:
             return name
         frame = frame.f_back
     return ""
