@@ -30,6 +30,7 @@ from lightning_autoparallel.pipeline.own_writes import OwnWrites
 from lightning_autoparallel.pipeline.plain_gradients import plain_gradients_refused
 from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, scales_rows
 from lightning_autoparallel.pipeline.whole_tensor import WholeTensor
+from lightning_autoparallel.torch_compat.assignments import set_data
 from lightning_autoparallel.torch_compat.autograd import has_hooks, hooked_as
 from lightning_autoparallel.torch_compat.interception import (
     innermost,
@@ -118,7 +119,7 @@ class WholeParameters(TorchFunctionMode):
         self._paused = self._is_given = False
         self._wholes: dict[Any, _Gathered] = {}
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # parameters that autograd follows -> wholes in their place
-        self._names: dict[Any, str] = {}  # parameters by their memory
+        self._names: dict[Any, tuple[str, DTensor]] = {}  # parameters by their memory
         self.backwards = BackwardCalls(control)
         self.owed = OwedGradients(mesh, control, self.backwards, addend)
 
@@ -333,11 +334,13 @@ class WholeParameters(TorchFunctionMode):
         return self._name_at(_memory(tensor)[:-1])
 
     def _name_at(self, memory: Any) -> str | None:
-        if memory not in self._names:
+        known = self._names.get(memory)
+        if known is None or _memory(known[1])[:-1] != memory:  # another tensor may have been assigned to its data
             # torch.func.functional_call puts other tensors in the places of parameters
             named = [(name, p) for name, p in self._module.named_parameters() if isinstance(p, nn.Parameter)]
-            self._names = {_memory(p)[:-1]: name for name, p in named if isinstance(p, DTensor)}
-        return self._names.get(memory)
+            self._names = {_memory(p)[:-1]: (name, p) for name, p in named if isinstance(p, DTensor)}
+            known = self._names.get(memory)
+        return None if known is None else known[0]
 
     def agree(self, place: str) -> bool:
         """Whether all ranks are here; where they are not, but could go on, each has now what any of them came for.
@@ -378,9 +381,7 @@ class WholeParameters(TorchFunctionMode):
         elif isinstance(value, DTensor) and not isinstance(target, DTensor):
             value = self._whole_of(value)
         if func == _SET_DATA and isinstance(target, DTensor):
-            # Of a DTensor it would change what autograd sees, and leave the shard as it is.
-            with torch.no_grad():
-                target.detach().copy_(value)
+            set_data(target, value)  # of a DTensor it would change what autograd sees, and leave the shard as it is
         else:
             func(target, value)
         self.forget()
@@ -449,8 +450,7 @@ def _memory(tensor: DTensor) -> Any:
         local = tensor.to_local()
     # The storage's own identity: a rank may hold nothing of several parameters, all at address 0.
     memory = local.untyped_storage()._cdata
-    inference = torch.is_inference_mode_enabled()
-    return memory, local.storage_offset(), tuple(tensor.shape), tensor.placements, inference
+    return memory, local.storage_offset(), tuple(tensor.shape), tensor.placements, torch.is_inference_mode_enabled()
 
 
 def _storage(tensor: Tensor) -> int:

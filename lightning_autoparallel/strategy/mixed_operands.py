@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -23,6 +24,7 @@ from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 from lightning_autoparallel.torch_compat.dtensors import copied, part_of
+from lightning_autoparallel.torch_compat.group_calls import changes_counted, is_of_groups
 from lightning_autoparallel.torch_compat.interception import without_function_mode
 from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 
@@ -104,6 +106,8 @@ class MixedOperands(TorchFunctionMode):
         if name in BACKWARDS:
             return self._differentiated(func, args, kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
+        if is_of_groups(func) and not self._is_inside():
+            return self._joined(func, types, args, kwargs, any(isinstance(x, DTensor) for x in tensors))
         if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
             return func(*args, **kwargs)
         if name in _AS_ANOTHER and args and not isinstance(args[0], DTensor):
@@ -170,6 +174,16 @@ class MixedOperands(TorchFunctionMode):
                 return result
             self._begin(name)
         return self._whole(func, (), args, kwargs)
+
+    def _joined(self, func: Call, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of_shards: bool) -> Any:
+        """A collective of the user's, which is given whole tensors, and may change them."""
+        if of_shards:
+            self._begin(func.__name__)
+        with changes_counted(), torch.no_grad():
+            done = self._whole(func, types, args, kwargs) if of_shards else func(*args, **kwargs)
+        if of_shards and isinstance(done, dist.Work):
+            done.wait()
+        return done
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What was written into shards, or copies, by what is no shard; ``nn.init`` names all that it is given."""

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_autoparallel.torch_compat.dtensors import is_placed_alike, laid_out_like, part_of
+
+_ALIGNED = 16  # bytes
 _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 
@@ -20,7 +23,7 @@ Told = Callable[[DTensor, Tensor, str], object]  # a parameter, a whole tensor t
 
 @contextlib.contextmanager
 def assigned_in_shards(told: Told = lambda parameter, value, of: None) -> Iterator[None]:
-    """While open, the first changes the shard, and a whole gradient is cut as its parameter is.
+    """While open, the first gives the parameter another shard, and a whole gradient is cut as its parameter is.
 
     Torch would change the shape and dtype that autograd sees, and leave the shard as it is: the assignment is lost.
     Whole gradients it takes, and fails where they meet shards.
@@ -38,16 +41,32 @@ def _get(descriptor: Any) -> Callable[[DTensor], Any]:
     return lambda tensor: descriptor.__get__(tensor)
 
 
-def _set_data(tensor: DTensor, value: Tensor, told: Told) -> None:
+@torch.no_grad()
+def set_data(tensor: DTensor, value: DTensor) -> None:
+    """Let ``tensor`` hold the memory of ``value``, or a copy of it where that is cut otherwise.
+
+    Whoever has kept the memory that it had (as ``tensor.data``) keeps what is in it, as of any tensor.
+
+    Raises:
+        RuntimeError: it is of another shape or dtype.
+    """
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise RuntimeError(
             f"a parameter that lies in shards has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and .data = "
             f"tensor of shape {tuple(value.shape)} and dtype {value.dtype} would change that: do so before training"
         )
+    if not is_placed_alike(tensor, value):
+        value = value.redistribute(tensor.device_mesh, tensor.placements)
+    own = part_of(tensor)
+    given = laid_out_like(own, part_of(value).detach())
+    # What is compiled takes its inputs to begin as memory that torch allocates does.
+    own.data = given.clone() if given.data_ptr() % _ALIGNED else given
+
+
+def _set_data(tensor: DTensor, value: Tensor, told: Told) -> None:
     if not isinstance(value, DTensor):
         told(tensor, value, "")
-    with torch.no_grad():
-        tensor.detach().copy_(_cut(value, tensor))
+    set_data(tensor, _cut(value, tensor))
 
 
 def _set_gradient(tensor: DTensor, value: Tensor | None, told: Told) -> None:
@@ -61,7 +80,7 @@ def _delete_gradient(tensor: DTensor) -> None:
     _GRADIENT.__delete__(tensor)
 
 
-def _cut(value: Any, like: DTensor) -> Tensor:
+def _cut(value: Any, like: DTensor) -> DTensor:
     if isinstance(value, DTensor):
         return value
     whole = value.detach().to(like.device)

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed import distributed_c10d
 
 from lightning_autoparallel.torch_compat import interception
+from lightning_autoparallel.torch_compat.tree import tree_leaves
 from lightning_autoparallel.torch_compat.users_world import who_overrode
 
 Told = Callable[[str, dist.ProcessGroup, str], None]
@@ -25,7 +28,8 @@ _PASSING_ON = ("torch", "contextlib", "functools", "typing_extensions", __name__
 def collectives_told(told: Told) -> Iterator[None]:
     """Inside, each collective is ``told`` before this thread starts it: its name, group, and the module that asks.
 
-    Those of a backward under way are not, nor those that operators of torch start.
+    Those of a backward under way are not, nor those that operators of torch start. What a collective is given counts
+    as changed in place, which torch does not count.
     """
     thread = get_ident()
 
@@ -33,7 +37,10 @@ def collectives_told(told: Told) -> Iterator[None]:
         def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if get_ident() == thread and torch._C._current_graph_task_id() == -1:
                 told(name.strip("_"), group, _who_asks(sys._getframe(1)))
-            return original(group, *args, **kwargs)
+            started = original(group, *args, **kwargs)
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+            return started
 
         return start
 
@@ -50,6 +57,16 @@ def collectives_told(told: Told) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(kind, name, original)
+
+
+def changes_counted() -> contextlib.AbstractContextManager[None]:
+    """Inside, what collectives are given counts as changed in place."""
+    return collectives_told(lambda name, group, asking: None)
+
+
+def is_of_groups(function: Any) -> bool:
+    """Whether a function is one of those that talk to the ranks of a group."""
+    return getattr(function, "__module__", None) == distributed_c10d.__name__
 
 
 def _who_asks(frame: FrameType | None) -> str:
