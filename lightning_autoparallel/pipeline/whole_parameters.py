@@ -32,6 +32,7 @@ from lightning_autoparallel.pipeline.renormed_rows import LOOKING_UP, scaled, sc
 from lightning_autoparallel.pipeline.whole_tensor import WholeTensor
 from lightning_autoparallel.torch_compat.assignments import set_data
 from lightning_autoparallel.torch_compat.autograd import has_hooks, hooked_as
+from lightning_autoparallel.torch_compat.dtensors import copied, is_copied
 from lightning_autoparallel.torch_compat.interception import (
     innermost,
     inside_of,
@@ -43,32 +44,10 @@ from lightning_autoparallel.torch_compat.tree import tree_flatten, tree_map
 
 # Questions about a tensor, ways to its own memory, and autograd's functions: they are asked of the DTensor itself.
 OF_THE_TENSOR_ITSELF = {
-    "__get__",
-    "__hash__",
-    "__deepcopy__",
-    "__reduce_ex__",
-    "_is_view",
-    "data_ptr",
-    "detach",
-    "detach_",
-    "dim",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "is_shared",
-    "ndimension",
-    "nelement",
-    "numel",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "retain_grad",
-    "share_memory_",
-    "size",
-    "stride",
-    "untyped_storage",
+    *("__get__", "__hash__", "__deepcopy__", "__reduce_ex__", "_is_view", "data_ptr", "detach", "detach_"),
+    *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_shared"),
+    *("ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook"),
+    *("requires_grad_", "retain_grad", "share_memory_", "size", "stride", "untyped_storage"),
 }
 _COMPUTED = {"T", "mT", "H", "mH", "real", "imag"}  # properties that are a tensor of their own
 _GOING_ON = ("parameter ", "a tensor of shape ", "a collective of all ranks: ", "the end of ")
@@ -212,6 +191,9 @@ class WholeParameters(TorchFunctionMode):
             return func(args[0], self.seen_in(args[1])) if is_hung else func(*args, **kwargs)
         if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTED:
             return func(*map(self._whole_of, args))
+        if name == "__deepcopy__" and is_copied(args[0]):
+            self.write_back()
+            return copied(*args)
         if name in OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         if name in LOOKING_UP and scales_rows(args, kwargs):

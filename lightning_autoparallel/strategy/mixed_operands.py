@@ -23,7 +23,7 @@ from lightning_autoparallel.strategy.outside_gradients import BACKWARDS
 from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
-from lightning_autoparallel.torch_compat.dtensors import copied, part_of
+from lightning_autoparallel.torch_compat.dtensors import copied, is_copied, part_of
 from lightning_autoparallel.torch_compat.group_calls import changes_counted, is_of_groups
 from lightning_autoparallel.torch_compat.interception import without_function_mode
 from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
@@ -96,7 +96,7 @@ class MixedOperands(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__reduce_ex__" and isinstance(args[0], DTensor) and not self._is_inside():
             return pickled(*args)
-        if name == "__deepcopy__" and _is_copied(args[0]):
+        if name == "__deepcopy__" and is_copied(args[0]):
             with self._written_back():
                 return copied(args[0], args[1])
         if name in TO_PYTHON and has_numbers(args[0], name) and not self._is_inside():
@@ -220,11 +220,6 @@ class MixedOperands(TorchFunctionMode):
 
 def _is_for_no_shards(error: Exception) -> bool:
     return any(text in str(error) for text in _FOR_NO_SHARDS)
-
-
-def _is_copied(value: Any) -> bool:
-    is_own = isinstance(value, DTensor) and (value.is_leaf or not value.requires_grad)
-    return is_own and not any(placement.is_partial() for placement in value.placements)
 
 
 def has_numbers(value: Any, name: str) -> bool:

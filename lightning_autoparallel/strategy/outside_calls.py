@@ -85,6 +85,12 @@ class OutsideCalls:
         """A step or a hook assigns a whole tensor to data or gradient, which torch's function modes do not see."""
         if self._inside or self._hook_mode is not None:
             self._parameters.wrote(parameter, [value], of)
+        if not of and _is_part(value) and not all(placement.is_replicate() for placement in parameter.placements):
+            self._engine.context.warn_once(
+                f"autoparallel: {user_line()} assigns a part of a larger tensor to .data of a parameter that lies in "
+                "shards: each rank keeps a copy of its shard, so what is written into that tensor later is not written "
+                "into the parameter (plan 'ddp' keeps parameters whole)"
+            )
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -191,3 +197,9 @@ class OutsideCalls:
             raise CaptureError(
                 f"{line} {does}, and other ranks do something else: {why}, so that every rank must make the same call"
             )
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Whether it is a view of more than itself."""
+    is_dense = tensor.layout == torch.strided and not isinstance(tensor, DTensor)
+    return is_dense and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

@@ -35,6 +35,12 @@ def around(local: Tensor, description: Description) -> DTensor:
     return DTensor.__new__(DTensor, local, description, requires_grad=False)
 
 
+def is_copied(value: Any) -> bool:
+    """Whether ``copied`` makes the copy that ``copy.deepcopy`` asks for."""
+    is_own = isinstance(value, DTensor) and (value.is_leaf or not value.requires_grad)
+    return is_own and not any(placement.is_partial() for placement in value.placements)
+
+
 def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
     """As ``copy.deepcopy`` copies plain parameters, which leave their gradients behind.
 
