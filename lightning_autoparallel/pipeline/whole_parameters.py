@@ -167,9 +167,11 @@ class WholeParameters(TorchFunctionMode):
         """These are written into it, or decide what is."""
         if self._writes is not None:
             memory, other = _memory(target)[:-1], f"{_TENSOR}{list(target.shape)}"
+            parameter = target if isinstance(target, nn.Parameter) else None  # which may hold other memory by then
 
             def name() -> str:
-                return f"{of}{_PARAMETER}{own}" if (own := self._name_at(memory)) else f"{of}{other}"
+                own = self._name_at(memory if parameter is None else _memory(parameter)[:-1])
+                return f"{of}{_PARAMETER}{own}" if own else f"{of}{other}"
 
             self._writes.note(name, target, values)
 
