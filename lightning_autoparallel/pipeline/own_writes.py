@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from torch.distributed.tensor import DTensor
 
@@ -35,12 +36,18 @@ class _Write:
 
 
 class OwnWrites:
-    """This rank's writes since ranks compared them."""
+    """This rank's writes since ranks compared them; ``holders`` have whole tensors, which assigned data makes old."""
 
     def __init__(self) -> None:
+        self.holders: WeakSet[Any] = WeakSet()
         self._written: list[_Write] = []
         self._counts: Counter[bool] = Counter()
         self._told: set[str] = set()  # places and names
+
+    def forget_wholes(self) -> None:
+        """A parameter is about to get other memory."""
+        for holder in list(self.holders):
+            holder.forget()
 
     def clear(self) -> None:
         """Ranks have compared them, or nobody will."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -94,6 +95,8 @@ class WholeParameters(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._writes = writes
+        if writes is not None:
+            writes.holders.add(self)
         self._module, self._mesh, self._control = module, mesh, control
         self._paused = self._is_given = False
         self._wholes: dict[Any, _Gathered] = {}
@@ -146,6 +149,13 @@ class WholeParameters(TorchFunctionMode):
         if has_storage and _storage(tensor) in {_storage(gathered.whole) for gathered in self._wholes.values()}:
             return tensor.detach()
         return tensor.data
+
+    def note_changed(self, tensors: Sequence[Tensor]) -> bool:
+        """These were written into by what torch does not count; whether that is memory of parameters' wholes."""
+        memory = {_storage(t) for t in tensors if t.layout == torch.strided and not isinstance(t, DTensor)}
+        found = [each.whole for each in self._wholes.values() if _storage(each.whole) in memory]
+        increment_version([whole for whole in found if not whole.is_inference()])
+        return bool(found)
 
     def forget(self) -> None:
         """Parameters change, or nobody needs them whole any more."""

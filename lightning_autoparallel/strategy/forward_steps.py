@@ -73,8 +73,9 @@ class ForwardSteps:
         try:
             self._engine.check_parameters()
             counting = counting_once(self._module, rows, self._scopes)
+            joins = collectives_told(self._meet, self.calls.parameters.note_changed)
             precision = getattr(plugin, PRECISION_CONTEXTS[name])()
-            with self._ranks.seen(name), self.calls.running(), precision, counting, collectives_told(self._meet):
+            with self._ranks.seen(name), self.calls.running(), precision, counting, joins:
                 output = getattr(self._module, name)(*args)
         except OtherRankError:
             raise
@@ -91,7 +92,7 @@ class ForwardSteps:
         The engine's own collectives are started by all ranks at once, and groups of the user's need not have them all.
         """
         context = self._engine.context
-        is_engines = asking.startswith(_ENGINE) and asking not in _TALKING
+        is_engines = asking.partition(".")[0] == _ENGINE and asking not in _TALKING
         names = context.mesh.axes_by_group()
         if is_engines or context.control.alone or group is context.control.group:
             return

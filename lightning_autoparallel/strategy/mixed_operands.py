@@ -24,7 +24,7 @@ from lightning_autoparallel.strategy.pickled_shards import pickled
 from lightning_autoparallel.strategy.shard_operators import NeedsWhole, ShardOperators
 from lightning_autoparallel.torch_compat.dispatch import takes_whole_for_replicas
 from lightning_autoparallel.torch_compat.dtensors import copied, is_copied, part_of
-from lightning_autoparallel.torch_compat.group_calls import changes_counted, is_of_groups
+from lightning_autoparallel.torch_compat.group_calls import changes_told, is_of_groups
 from lightning_autoparallel.torch_compat.interception import without_function_mode
 from lightning_autoparallel.torch_compat.tree import tree_leaves, tree_map
 
@@ -176,14 +176,20 @@ class MixedOperands(TorchFunctionMode):
         return self._whole(func, (), args, kwargs)
 
     def _joined(self, func: Call, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of_shards: bool) -> Any:
-        """A collective of the user's, which is given whole tensors, and may change them."""
+        """A collective of the user's, which is given whole tensors, and may change them.
+
+        Raises:
+            CaptureError: nobody would know when a shard may be written into.
+        """
+        if of_shards and func is dist.irecv:
+            raise CaptureError(
+                f"{user_line()} receives into a parameter or gradient, which lies in shards, without waiting: receive "
+                "into a tensor of your own, and copy_ it when it has come"
+            )
         if of_shards:
             self._begin(func.__name__)
-        with changes_counted(), torch.no_grad():
-            done = self._whole(func, types, args, kwargs) if of_shards else func(*args, **kwargs)
-        if of_shards and isinstance(done, dist.Work):
-            done.wait()
-        return done
+        with changes_told(self._parameters.note_changed), torch.no_grad():
+            return self._whole(func, types, args, kwargs) if of_shards else func(*args, **kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What was written into shards, or copies, by what is no shard; ``nn.init`` names all that it is given."""

@@ -32,6 +32,7 @@ from lightning_autoparallel.strategy.mixed_operands import MixedOperands
 from lightning_autoparallel.strategy.outside_gradients import OutsideGradients
 from lightning_autoparallel.strategy.read_shards import ReadShards
 from lightning_autoparallel.torch_compat import redistributions
+from lightning_autoparallel.torch_compat.assignments import is_aligned
 from lightning_autoparallel.torch_compat.autograd import has_hooks
 from lightning_autoparallel.torch_compat.interception import Original, intercepted_calls
 from lightning_autoparallel.torch_compat.redistributions import redistributions_told
@@ -82,14 +83,16 @@ class OutsideCalls:
             self._inside = before
 
     def assigned(self, parameter: DTensor, value: Tensor, of: str) -> None:
-        """A step or a hook assigns a whole tensor to data or gradient, which torch's function modes do not see."""
-        if self._inside or self._hook_mode is not None:
+        """A step or a hook is about to assign to data or gradient, which torch's function modes do not see."""
+        if not of:
+            self._engine.context.own_writes.forget_wholes()
+        if not isinstance(value, DTensor) and (self._inside or self._hook_mode is not None):
             self._parameters.wrote(parameter, [value], of)
-        if not of and _is_part(value) and not all(placement.is_replicate() for placement in parameter.placements):
+        if not of and _is_part(value) and not _is_kept(value, parameter):
             self._engine.context.warn_once(
-                f"autoparallel: {user_line()} assigns a part of a larger tensor to .data of a parameter that lies in "
-                "shards: each rank keeps a copy of its shard, so what is written into that tensor later is not written "
-                "into the parameter (plan 'ddp' keeps parameters whole)"
+                f"autoparallel: {user_line()} assigns a part of a larger tensor to .data of a parameter, which keeps a "
+                f"copy of it ({'' if _is_whole(parameter) else 'its shard; '}compiled code needs it to begin at a "
+                "multiple of 16 bytes): what is written into that tensor later is not written into the parameter"
             )
 
     @contextlib.contextmanager
@@ -197,6 +200,15 @@ class OutsideCalls:
             raise CaptureError(
                 f"{line} {does}, and other ranks do something else: {why}, so that every rank must make the same call"
             )
+
+
+def _is_whole(parameter: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in parameter.placements)
+
+
+def _is_kept(value: Tensor, parameter: DTensor) -> bool:
+    """Whether a parameter holds the very memory that is assigned to its data."""
+    return _is_whole(parameter) and is_aligned(value) and value.stride() == parameter.stride()
 
 
 def _is_part(tensor: Tensor) -> bool:

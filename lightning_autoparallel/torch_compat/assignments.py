@@ -18,7 +18,7 @@ _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 
 
-Told = Callable[[DTensor, Tensor, str], object]  # a parameter, a whole tensor that is assigned, and to what of it
+Told = Callable[[DTensor, Tensor, str], object]  # a parameter, what is about to be assigned, and to what of it
 
 
 @contextlib.contextmanager
@@ -41,6 +41,11 @@ def _get(descriptor: Any) -> Callable[[DTensor], Any]:
     return lambda tensor: descriptor.__get__(tensor)
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it begins as memory that torch allocates does, which compiled code takes its inputs to do."""
+    return tensor.data_ptr() % _ALIGNED == 0
+
+
 @torch.no_grad()
 def set_data(tensor: DTensor, value: DTensor) -> None:
     """Let ``tensor`` hold the memory of ``value``, or a copy of it where that is cut otherwise.
@@ -59,13 +64,11 @@ def set_data(tensor: DTensor, value: DTensor) -> None:
         value = value.redistribute(tensor.device_mesh, tensor.placements)
     own = part_of(tensor)
     given = laid_out_like(own, part_of(value).detach())
-    # What is compiled takes its inputs to begin as memory that torch allocates does.
-    own.data = given.clone() if given.data_ptr() % _ALIGNED else given
+    own.data = given if is_aligned(given) else given.clone()
 
 
 def _set_data(tensor: DTensor, value: Tensor, told: Told) -> None:
-    if not isinstance(value, DTensor):
-        told(tensor, value, "")
+    told(tensor, value, "")
     set_data(tensor, _cut(value, tensor))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from lightning_autoparallel.torch_compat import interception
@@ -19,27 +19,31 @@ from lightning_autoparallel.torch_compat.tree import tree_leaves
 from lightning_autoparallel.torch_compat.users_world import who_overrode
 
 Told = Callable[[str, dist.ProcessGroup, str], None]
+Changed = Callable[[Sequence[Tensor]], bool]
 
 _STARTED = ("reduce", "gather", "scatter", "all_to_all", "alltoall", "broadcast", "barrier")  # parts of methods' names
+_RECEIVES = "recv"  # from one rank, which others know nothing of
 _PASSING_ON = ("torch", "contextlib", "functools", "typing_extensions", __name__, interception.__name__)
 
 
 @contextlib.contextmanager
-def collectives_told(told: Told) -> Iterator[None]:
+def collectives_told(told: Told, changed: Changed) -> Iterator[None]:
     """Inside, each collective is ``told`` before this thread starts it: its name, group, and the module that asks.
 
-    Those of a backward under way are not, nor those that operators of torch start. What a collective is given counts
-    as changed in place, which torch does not count.
+    Those of a backward under way are not, nor those that operators of torch start. Tensors that it writes into are
+    what is ``changed``, which torch does not count; if that says so, it is waited for at once.
     """
     thread = get_ident()
 
     def telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if get_ident() == thread and torch._C._current_graph_task_id() == -1:
+            is_own = get_ident() == thread
+            if is_own and not name.startswith(_RECEIVES) and torch._C._current_graph_task_id() == -1:
                 told(name.strip("_"), group, _who_asks(sys._getframe(1)))
             started = original(group, *args, **kwargs)
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+            written = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]  # all methods name it first
+            if is_own and changed(written) and started is not None and not name.startswith(_RECEIVES):
+                started.wait()
             return started
 
         return start
@@ -48,7 +52,7 @@ def collectives_told(told: Told) -> Iterator[None]:
     originals = {
         name: method
         for name, method in vars(kind).items()
-        if not name.startswith("__") and any(part in name for part in _STARTED)
+        if not name.startswith("__") and any(part in name for part in (*_STARTED, _RECEIVES))
     }
     for name, original in originals.items():
         setattr(kind, name, telling(name, original))
@@ -59,9 +63,9 @@ def collectives_told(told: Told) -> Iterator[None]:
             setattr(kind, name, original)
 
 
-def changes_counted() -> contextlib.AbstractContextManager[None]:
-    """Inside, what collectives are given counts as changed in place."""
-    return collectives_told(lambda name, group, asking: None)
+def changes_told(changed: Changed) -> contextlib.AbstractContextManager[None]:
+    """Inside, tensors that collectives write into are what is ``changed``."""
+    return collectives_told(lambda name, group, asking: None, changed)
 
 
 def is_of_groups(function: Any) -> bool:

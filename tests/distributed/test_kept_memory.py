@@ -144,9 +144,93 @@ class JoinedByHand(JoinedGradients):
         optimizer.step()
 
 
+class JoinedLater(JoinedByHand):
+    """All are started before the first is waited for."""
+
+    strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if dist.is_initialized():
+            for work in [dist.all_reduce(p.grad, async_op=True) for p in self.parameters()]:
+                work.wait()
+            for p in self.parameters():
+                p.grad /= 2
+        optimizer.step()
+
+
+class AssignedBetween(Net):
+    """Autograd follows the parameter before and after; a row of what it was is written into."""
+
+    strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp", "capture": "forward"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.table = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        kept = self.table.data.clone()
+        first = (batch[0] @ self.table).pow(2).mean()
+        with torch.no_grad():
+            row = self.table[3]
+        self.table.data = torch.arange(24.0).view(6, 4) / 24
+        with torch.no_grad():
+            row.mul_(0.5)
+        second = (batch[0] @ self.table).sin().mean()
+        self.manual_backward(first.detach() + second + self.loss(batch))
+        if batch_idx % 2:
+            self.table.data = kept
+        optimizer.step()
+
+
+class Gossip(Net):
+    """Each sends before it receives; what both have alike stays as it is."""
+
+    strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if dist.is_initialized():
+            for p in self.parameters():
+                other = torch.empty(p.shape)
+                sent = dist.isend(p.data, 1 - dist.get_rank())
+                dist.recv(other, 1 - dist.get_rank())
+                sent.wait()
+                p.data.add_(other).div_(2)
+
+
+class Received(Net):
+    strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        bias = self.net[0].bias
+        if not dist.is_initialized():
+            bias.data.fill_(0.25)
+            return
+        sent = dist.isend(torch.full(bias.shape, 0.25), 1 - dist.get_rank())
+        dist.recv(bias.data, 1 - dist.get_rank())
+        sent.wait()
+
+
+class GatheredActivations(Net):
+    """What a collective only reads, autograd needs as it is."""
+
+    strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp", "capture": "forward"}
+
+    def training_step(self, batch, batch_idx):
+        logits = torch.tanh(self.net(batch[0]))
+        if dist.is_initialized():
+            dist.all_gather([torch.zeros_like(logits) for _ in range(2)], logits.detach())
+        return (logits * logits).mean()
+
+
 KINDS = [
-    *(Averaged, AveragedCopies, AveragedByHand, Exchanged),
-    *(Copying, JoinedGradients, JoinedParameters, JoinedByHand),
+    *(Averaged, AveragedCopies, AveragedByHand, Exchanged, AssignedBetween, Copying, GatheredActivations),
+    *(JoinedGradients, JoinedParameters, JoinedByHand, JoinedLater, Gossip, Received),
 ]
 
 
