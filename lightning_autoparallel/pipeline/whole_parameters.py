@@ -152,7 +152,8 @@ class WholeParameters(TorchFunctionMode):
 
     def note_changed(self, tensors: Sequence[Tensor]) -> bool:
         """These were written into by what torch does not count; whether that is memory of parameters' wholes."""
-        memory = {_storage(t) for t in tensors if t.layout == torch.strided and not isinstance(t, DTensor)}
+        plain = [t for t in tensors if t.layout == torch.strided and not isinstance(t, DTensor) and not is_wrapped(t)]
+        memory = set(map(_storage, plain)) if self._wholes else set()
         found = [each.whole for each in self._wholes.values() if _storage(each.whole) in memory]
         increment_version([whole for whole in found if not whole.is_inference()])
         return bool(found)

@@ -106,9 +106,10 @@ class MixedOperands(TorchFunctionMode):
         if name in BACKWARDS:
             return self._differentiated(func, args, kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
-        if is_of_groups(func) and not self._is_inside():
-            return self._joined(func, types, args, kwargs, any(isinstance(x, DTensor) for x in tensors))
-        if name in _LEFT_ALONE or not any(isinstance(x, DTensor) for x in tensors) or self._is_inside():
+        of_shards = any(isinstance(x, DTensor) for x in tensors)
+        if is_of_groups(func) and (of_shards or self._gives_whole) and not self._is_inside():
+            return self._joined(func, types, args, kwargs, of_shards)
+        if name in _LEFT_ALONE or not of_shards or self._is_inside():
             return func(*args, **kwargs)
         if name in _AS_ANOTHER and args and not isinstance(args[0], DTensor):
             return func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
