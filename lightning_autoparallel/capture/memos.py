@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,8 @@ from lightning_autoparallel.errors import CaptureError
 
 if TYPE_CHECKING:
     from lightning_autoparallel.capture.reads import Read
+
+_MOST_OBJECTS = 10_000  # that an entry may lead to
 
 
 class Memos:
@@ -53,6 +55,8 @@ class Memos:
                 after.restore()
             return False
         if _are_one(self._first, captured):
+            self._tables.clear()  # their content stays, and the first graph is let go of
+            self._first = None
             return True
         text = next(text for _, _, text in self._tables.values())
         raise CaptureError(
@@ -116,7 +120,7 @@ def _remembered(read: Read, meet: Callable[[Any, str], None]) -> Frozen | None:
     added = {key: now[key] for key in now.keys() - known.keys()}
     if frozen.grows and not all(isinstance(key, type) for key in added):
         return None
-    if _holds_tensors(added, set()):
+    if _holds_tensors(added):
         return None
     try:
         after = Freezer(meet).freeze(frozen.value, place.text)
@@ -125,14 +129,20 @@ def _remembered(read: Read, meet: Callable[[Any, str], None]) -> Frozen | None:
     return replace(after, grows=True)
 
 
-def _holds_tensors(value: Any, seen: set[int]) -> bool:
-    """Whether a value is, or leads to, a tensor or a number of the run."""
-    if isinstance(value, Tensor) or is_watched(value):
-        return True
-    if is_plain(value) or isinstance(value, (type, ModuleType)) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    return any(_holds_tensors(part, seen) for part in _parts(value).values())
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is, or leads to, a tensor or a number of the run; or to more objects than are looked at."""
+    ahead_of, seen = [value], dict[int, Any]()
+    while ahead_of:
+        value = ahead_of.pop()
+        if isinstance(value, Tensor) or is_watched(value):
+            return True
+        if is_plain(value) or isinstance(value, (type, ModuleType)) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if len(seen) > _MOST_OBJECTS:
+            return True
+        ahead_of += _parts(value).values()
+    return False
 
 
 def _parts(value: Any) -> Mapping[Any, Any]:
@@ -140,14 +150,12 @@ def _parts(value: Any) -> Mapping[Any, Any]:
         return {} if value == CellType() else {"contents": value.cell_contents}
     if isinstance(value, FunctionType):
         return {"closure": value.__closure__, "defaults": value.__defaults__, "keywords": value.__kwdefaults__}
+    if isinstance(value, MethodType):
+        return {"self": value.__self__, "function": value.__func__}
     slots = {name: getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)}
     return {**(contents(value) or {}), **attributes_of(value), **slots}
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    """The slots of a class's instances, and what a bound method is bound to."""
-    found = vars(kind).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
-    private = f"_{kind.__name__.lstrip('_')}"
-    bound = ("__self__", "__func__") if kind.__name__ == "method" else ()
-    return (*bound, *(f"{private}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names))
+def _slots(kind: type) -> list[str]:
+    """The attributes that a class keeps in slots, as it calls them itself."""
+    return [name for name, found in vars(kind).items() if isinstance(found, MemberDescriptorType)]

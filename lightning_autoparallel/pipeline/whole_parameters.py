@@ -371,14 +371,12 @@ class WholeParameters(TorchFunctionMode):
     def _assign(self, func: Callable[..., Any], target: Any, value: Any) -> None:
         """``parameter.data = tensor`` and ``parameter.grad = tensor``."""
         self.forget()
-        if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            value = cut_like(value, target)
-        elif isinstance(value, DTensor) and not isinstance(target, DTensor):
-            value = self._whole_of(value)
         if func == _SET_DATA and isinstance(target, DTensor):
             set_data(target, value)  # of a DTensor it would change what autograd sees, and leave the shard as it is
+        elif isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            func(target, cut_like(value, target))
         else:
-            func(target, value)
+            func(target, value if isinstance(target, DTensor) else self._whole_of(value))
         self.forget()
 
     def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,8 +47,8 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def set_data(tensor: DTensor, value: DTensor) -> None:
-    """Let ``tensor`` hold the memory of ``value``, or a copy of it where that is cut otherwise.
+def set_data(tensor: DTensor, value: Tensor) -> None:
+    """Let ``tensor`` hold the memory of ``value``, a whole tensor's part of it, or a copy where that is cut otherwise.
 
     Whoever has kept the memory that it had (as ``tensor.data``) keeps what is in it, as of any tensor.
 
@@ -60,16 +60,17 @@ def set_data(tensor: DTensor, value: DTensor) -> None:
             f"a parameter that lies in shards has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and .data = "
             f"tensor of shape {tuple(value.shape)} and dtype {value.dtype} would change that: do so before training"
         )
-    if not is_placed_alike(tensor, value):
-        value = value.redistribute(tensor.device_mesh, tensor.placements)
+    shards = _cut(value, tensor)
+    if not is_placed_alike(tensor, shards):
+        shards = shards.redistribute(tensor.device_mesh, tensor.placements)
     own = part_of(tensor)
-    given = laid_out_like(own, part_of(value).detach())
+    given = laid_out_like(own, part_of(shards).detach())
     own.data = given if is_aligned(given) else given.clone()
 
 
 def _set_data(tensor: DTensor, value: Tensor, told: Told) -> None:
     told(tensor, value, "")
-    set_data(tensor, _cut(value, tensor))
+    set_data(tensor, value)
 
 
 def _set_gradient(tensor: DTensor, value: Tensor | None, told: Told) -> None:

@@ -71,6 +71,24 @@ class Net(LightningModule):
         return None
 
 
+class ByHand(Net):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.behind_backward()
+        optimizer.step()
+
+    def behind_backward(self) -> None:
+        """What a step does ahead of its update."""
+
+
 class Validated(Net):
     """Logs its losses, and validates on what it trains on."""
 

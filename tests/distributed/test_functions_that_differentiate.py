@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.jobs import MESH, Net, train
+from tests.distributed.jobs import MESH, ByHand, Net, train
 from tests.support.worlds import Worlds
 
 
@@ -128,22 +128,12 @@ class HookedAddingUp(Hooked):
     function = Reversible
 
 
-class ByHand(OfAModule):
+class OfAModuleByHand(ByHand, OfAModule):
     strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 @pytest.mark.parametrize(
-    "kind", [OfAModule, Copies, AskingTheModule, Adaptive, AddingUp, Hooked, HookedAddingUp, ByHand]
+    "kind", [OfAModule, Copies, AskingTheModule, Adaptive, AddingUp, Hooked, HookedAddingUp, OfAModuleByHand]
 )
 def test_they_train_as_on_one_device(kind: type[Net], worlds: Worlds) -> None:
     expected = train(kind, None).parameters

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.jobs import MESH, Net, train
-from tests.support.worlds import Worlds
+from tests.distributed.jobs import MESH, ByHand, Net, train
+from tests.support.worlds import WorldError, Worlds
 
 
 class Averaged(Net):
@@ -40,15 +40,10 @@ class AveragedCopies(Averaged):
     strategy: ClassVar[dict[str, Any]] = {"plan": "ddp"}
 
 
-class AveragedByHand(Averaged):
+class AveragedByHand(ByHand, Averaged):
     """In the step itself, too, which runs its own Python."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
+    def loss(self, batch):
         kept = [p.data for p in self.net.parameters()]
         for p in self.net.parameters():
             p.data = p.data * 1.1
@@ -56,9 +51,7 @@ class AveragedByHand(Averaged):
             wanted = self.net(batch[0])
         for p, before in zip(self.net.parameters(), kept, strict=True):
             p.data = before
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch) + (self.net(batch[0]) - wanted).pow(2).mean())
-        optimizer.step()
+        return super().loss(batch) + (self.net(batch[0]) - wanted).pow(2).mean()
 
 
 class Exchanged(Net):
@@ -128,20 +121,15 @@ class JoinedParameters(JoinedGradients):
         nn.utils.vector_to_parameters(whole, self.parameters())
 
 
-class JoinedByHand(JoinedGradients):
+class JoinedByHand(ByHand, JoinedGradients):
     strategy: ClassVar[dict[str, Any]] = {"plan": "ddp"}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    def on_after_backward(self) -> None:
+        pass
 
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+    def behind_backward(self) -> None:
         for p in self.parameters():
             self.joined(p.grad.data)
-        optimizer.step()
 
 
 class JoinedLater(JoinedByHand):
@@ -149,32 +137,25 @@ class JoinedLater(JoinedByHand):
 
     strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
 
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+    def behind_backward(self) -> None:
         if dist.is_initialized():
             for work in [dist.all_reduce(p.grad, async_op=True) for p in self.parameters()]:
                 work.wait()
             for p in self.parameters():
                 p.grad /= 2
-        optimizer.step()
 
 
-class AssignedBetween(Net):
+class AssignedBetween(ByHand):
     """Autograd follows the parameter before and after; a row of what it was is written into."""
 
     strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp", "capture": "forward"}
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.table = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
 
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        kept = self.table.data.clone()
+    def loss(self, batch):
+        self.kept = self.table.data.clone()
         first = (batch[0] @ self.table).pow(2).mean()
         with torch.no_grad():
             row = self.table[3]
@@ -182,10 +163,11 @@ class AssignedBetween(Net):
         with torch.no_grad():
             row.mul_(0.5)
         second = (batch[0] @ self.table).sin().mean()
-        self.manual_backward(first.detach() + second + self.loss(batch))
-        if batch_idx % 2:
-            self.table.data = kept
-        optimizer.step()
+        return first.detach() + second + super().loss(batch)
+
+    def behind_backward(self) -> None:
+        if self.global_step % 2:
+            self.table.data = self.kept
 
 
 class Gossip(Net):
@@ -260,3 +242,15 @@ class Flat(Net):
 def test_that_parts_are_copies_is_said(worlds: Worlds) -> None:
     first, _ = worlds(2).run(train, Flat, MESH, timeout_s=60)
     assert any("assigns a part of a larger tensor to .data" in text for text in first.warnings)
+
+
+class OfAnotherShape(Net):
+    strategy: ClassVar[dict[str, Any]] = {"plan": "fsdp"}
+
+    def on_fit_start(self) -> None:
+        self.net[0].weight.data = torch.tensor(0.0)
+
+
+def test_data_of_another_shape_is_refused(worlds: Worlds) -> None:
+    with pytest.raises(WorldError, match=r"would change that: do so before training"):
+        worlds(2).run(train, OfAnotherShape, MESH, timeout_s=60)

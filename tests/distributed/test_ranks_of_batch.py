@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor
 
-from tests.distributed.jobs import Net, Validated, train
+from tests.distributed.jobs import ByHand, Net, Validated, train
 from tests.support.worlds import Worlds
 
 RULES = {"net.0.weight": {"tp": "S(0)"}}
@@ -83,18 +83,8 @@ class ContrastingByLightning(Contrasting):
         return others, self.global_rank
 
 
-class ByItsOwnHand(Contrasting):
-    """Manual optimization: the backward is called within the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+class ByItsOwnHand(ByHand, Contrasting):
+    """The backward is called within the step."""
 
 
 CONTRASTING = [Contrasting, ContrastingByHand, ContrastingByLightning, ByItsOwnHand]

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.jobs import MESH, Net, failure, train
+from tests.distributed.jobs import MESH, ByHand, Net, failure, train
 from tests.support.tiers import tiered
 from tests.support.worlds import Worlds
 
@@ -53,18 +53,8 @@ class Reads(Whole):
         return loss
 
 
-class Manual(Whole):
+class Manual(ByHand, Whole):
     mode = "forward"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 class ByPlugin(Manual):

@@ -61,6 +61,14 @@ def hold(tensor):
         kept["held"] = Holder(tensor.detach().new_ones(()))
     return kept["held"].tensor
 
+def chain(tensor):
+    if "chained" not in kept:
+        last = Holder(tensor.detach().new_ones(()))
+        for _ in range(3000):
+            last = Holder(last)
+        kept["chained"] = last
+    return 1.0
+
 def close(tensor):
     if "closed" not in kept:
         one = tensor.detach().new_ones(())
@@ -114,7 +122,7 @@ def test_what_the_first_run_adds_is_found_by_the_next(kind: type[Net], library: 
 _TABLES = ("by_class", "by_name", "numbers", "kept", "taken")
 
 
-@pytest.mark.parametrize("name", ["count", "grow", "keep", "take", "begin", "warm", "hold", "close"])
+@pytest.mark.parametrize("name", ["count", "grow", "keep", "take", "begin", "warm", "hold", "chain", "close"])
 def test_what_tells_runs_apart_is_refused_and_forgotten(name: str, library: ModuleType) -> None:
     """What every run changes, what the first one does otherwise, and tensors of a run."""
     before = {table: dict(getattr(library, table)) for table in _TABLES}
