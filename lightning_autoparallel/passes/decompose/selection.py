@@ -1,9 +1,10 @@
 """Which candidates are decomposed, and what the report says of the others.
 
 Forced, all that may be are, but gathers of parameters and reductions of their gradients: those have time, and share
-launches. Else each passes the gate
-first, then all together: the whole graph, with the passes behind run over it, must be predicted to take less time than
-without them. Nothing but costs and predicted memory decides, which are equal on all ranks.
+launches. Else each passes the gate first, then all together: the whole graph, with the passes behind run over it, must
+be predicted to take less time than without them. Where it does not, so must it with those, too, that nothing waits for
+as the graph is: what is hidden by a collective which is taken apart is not hidden any more. Nothing but costs and
+predicted memory decides, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -141,19 +142,24 @@ class _Chooser:
         passing = [one.node for one in hopeful if self._is_worth_it(one.node, one.times, before)]
         if not passing:
             return self._notes()
-        tried = _copied(graph)
-        self._write(tried, passing)
-        after = self._preview(graph, tried)
-        compared = (
-            f"predicted with {len(passing)} decomposed: time {before.time_us / 1e3:.2f} -> {after.time_us / 1e3:.2f} "
-            f"ms, exposed {before.exposed_us / 1e3:.2f} -> {after.exposed_us / 1e3:.2f} ms"
-        )
-        if after.time_us > before.time_us * (1 - _LEAST_GAIN):
-            self._said += [(node, "whole: together with the others it would make the graph slower") for node in passing]
-            return (f"kept whole; {compared}", *self._notes())
-        self._said += [(node, "decomposed") for node in passing]
-        notes = (compared, *self._notes())
-        self._write(graph, passing)
+        trials: list[str] = []
+        for nodes in _attempts(passing, [one.node for one in hopeful]):
+            tried = _copied(graph)
+            self._write(tried, nodes)
+            after = self._preview(graph, tried)
+            trials.append(_compared(len(nodes), before, after))
+            if after.time_us <= before.time_us * (1 - _LEAST_GAIN):
+                return self._taken(graph, nodes, trials)
+        self._said += [(node, "whole: together with the others it would make the graph slower") for node in passing]
+        return (*(f"kept whole; {trial}" for trial in trials), *self._notes())
+
+    def _taken(self, graph: fx.Graph, nodes: list[fx.Node], trials: list[str]) -> tuple[str, ...]:
+        """Decompose what pays; of the ``trials`` that is the last."""
+        decomposed = {node.name for node in nodes}
+        self._said = [one for one in self._said if one[0].name not in decomposed]
+        self._said += [(node, "decomposed") for node in nodes]
+        notes = (trials[-1], *self._notes())
+        self._write(graph, nodes)
         return notes
 
     def _large_enough(self, candidates: list[fx.Node]) -> Iterable[_Candidate]:
@@ -218,6 +224,18 @@ class _Chooser:
             f"{count} {self._way.what} of {where}: {verdict}"
             for (where, verdict), count in Counter((_where(node), verdict) for node, verdict in self._said).items()
         )
+
+
+def _attempts(passing: list[fx.Node], hopeful: list[fx.Node]) -> list[list[fx.Node]]:
+    """What is tried, in this order, until something pays."""
+    return [passing] if len(passing) == len(hopeful) else [passing, hopeful]
+
+
+def _compared(count: int, before: Timeline, after: Timeline) -> str:
+    return (
+        f"predicted with {count} decomposed: time {before.time_us / 1e3:.2f} -> {after.time_us / 1e3:.2f} "
+        f"ms, exposed {before.exposed_us / 1e3:.2f} -> {after.exposed_us / 1e3:.2f} ms"
+    )
 
 
 def _where(node: fx.Node) -> str:

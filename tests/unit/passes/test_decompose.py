@@ -387,6 +387,24 @@ def test_what_makes_the_whole_graph_slower_is_undone():
     assert str(graph) == text
 
 
+@pytest.mark.parametrize("gain", [0.1, -0.1])
+def test_what_is_hidden_by_others_is_tried_with_them_where_they_alone_do_not_pay(gain: float):
+    b = RingBuilder(RANKS, 512, 2048, torch.float32, "ring")
+    exposed, hidden = (b.gathered(b.take(512, 2048)) for _ in range(2))
+    graph = b.output(*(b.mm(gathered, b.take(2048, 2048)) for gathered in (exposed, hidden)))
+    timed, text, kept = COSTS.timeline(graph), str(graph), {"all_gather": 2}
+    before = replace(timed, stalls_us={exposed.args[0].name: 1e6, hidden.args[0].name: 0.0})
+    times = iter([before, *(replace(timed, time_us=timed.time_us * factor) for factor in (1.01, 1 - gain))])
+    notes = decompose_gather_matmul(graph, options=NCCL, costs=COSTS, preview=lambda *_: next(times))
+    assert next(times, None) is None  # both were looked at
+    if gain > 0:
+        assert notes[0].startswith("predicted with 2 decomposed: ") and launches(graph) == {"permute": 2 * (RANKS - 1)}
+        assert len(notes) == 2 and "2 all_gather of the step itself: decomposed" in notes[1]
+    else:
+        assert [note[:39] for note in notes[:2]] == [f"kept whole; predicted with {n} decomposed" for n in (1, 2)]
+        assert str(graph) == text and launches(graph) == kept
+
+
 def test_small_shards_stay_whole():
     # Half the bandwidth is reached where bytes take as long as the latency of 12 us: at 12 kB.
     (note,) = decompose_gather_matmul(linear("gather", 50, 32, 2048), options=NCCL, costs=COSTS, preview=as_is)
