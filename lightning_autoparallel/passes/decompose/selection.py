@@ -2,9 +2,9 @@
 
 Forced, all that may be are, but gathers of parameters and reductions of their gradients: those have time, and share
 launches. Else each passes the gate first, then all together: the whole graph, with the passes behind run over it, must
-be predicted to take less time than without them. Where it does not, so must it with those, too, that nothing waits for
-as the graph is: what is hidden by a collective which is taken apart is not hidden any more. Nothing but costs and
-predicted memory decides, which are equal on all ranks.
+be predicted to take less time than without them. Where it takes more, though each of them pays, others were hidden by
+what is taken apart: it is tried with those, too, that pay were half of them exposed. Nothing but costs and predicted
+memory decides, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Found = Gather | Scatter
 Preview = Callable[[fx.Graph, fx.Graph], Timeline]
 
 _OF_PARAMETERS = "a parameter's gather may start early, and its gradient's reduction end late"
-_LEAST_GAIN = 1e-3  # of the predicted time: less is noise
+_NOISE = 1e-3  # of the predicted time: what differs by less is alike
+_LAID_BARE = 0.5  # of a hidden collective, when others are taken apart: a guess, where all of it would be the most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +144,28 @@ class _Chooser:
         if not passing:
             return self._notes()
         trials: list[str] = []
-        for nodes in _attempts(passing, [one.node for one in hopeful]):
+        for nodes in filter(None, (passing, self._with_hidden(hopeful, passing, before))):
             tried = _copied(graph)
             self._write(tried, nodes)
             after = self._preview(graph, tried)
             trials.append(_compared(len(nodes), before, after))
-            if after.time_us <= before.time_us * (1 - _LEAST_GAIN):
+            if after.time_us <= before.time_us * (1 - _NOISE):
                 return self._taken(graph, nodes, trials)
+            if after.time_us <= before.time_us * (1 + _NOISE):
+                break
         self._said += [(node, "whole: together with the others it would make the graph slower") for node in passing]
         return (*(f"kept whole; {trial}" for trial in trials), *self._notes())
+
+    def _with_hidden(self, hopeful: list[_Candidate], passing: list[fx.Node], before: Timeline) -> list[fx.Node]:
+        """What pays, and what would if it were half exposed; nothing where the latter is nothing."""
+        assert self._costs is not None
+        passed = set(passing)
+        nodes = [
+            one.node
+            for one in hopeful
+            if one.node in passed or (one.node.name in before.spans and _may_be_worth_it(one, self._costs))
+        ]
+        return nodes if len(nodes) > len(passing) else []
 
     def _taken(self, graph: fx.Graph, nodes: list[fx.Node], trials: list[str]) -> tuple[str, ...]:
         """Decompose what pays; of the ``trials`` that is the last."""
@@ -226,9 +240,9 @@ class _Chooser:
         )
 
 
-def _attempts(passing: list[fx.Node], hopeful: list[fx.Node]) -> list[list[fx.Node]]:
-    """What is tried, in this order, until something pays."""
-    return [passing] if len(passing) == len(hopeful) else [passing, hopeful]
+def _may_be_worth_it(one: _Candidate, costs: CostModel) -> bool:
+    """Of a collective that nothing waits for."""
+    return one.times.refusal(_LAID_BARE * costs.collective_time_us(one.node)) is None
 
 
 def _compared(count: int, before: Timeline, after: Timeline) -> str:

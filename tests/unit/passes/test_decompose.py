@@ -389,20 +389,35 @@ def test_what_makes_the_whole_graph_slower_is_undone():
 
 @pytest.mark.parametrize("gain", [0.1, -0.1])
 def test_what_is_hidden_by_others_is_tried_with_them_where_they_alone_do_not_pay(gain: float):
-    b = RingBuilder(RANKS, 512, 2048, torch.float32, "ring")
+    ranks = 8  # two transfers are less than half of all
+    costs = CostModel(hardware=COSTS.hardware, groups={"ring": GroupShape(ranks=ranks)})
+    b = RingBuilder(ranks, 512, 2048, torch.float32, "ring")
     exposed, hidden = (b.gathered(b.take(512, 2048)) for _ in range(2))
     graph = b.output(*(b.mm(gathered, b.take(2048, 2048)) for gathered in (exposed, hidden)))
-    timed, text, kept = COSTS.timeline(graph), str(graph), {"all_gather": 2}
+    timed, text = costs.timeline(graph), str(graph)
     before = replace(timed, stalls_us={exposed.args[0].name: 1e6, hidden.args[0].name: 0.0})
     times = iter([before, *(replace(timed, time_us=timed.time_us * factor) for factor in (1.01, 1 - gain))])
-    notes = decompose_gather_matmul(graph, options=NCCL, costs=COSTS, preview=lambda *_: next(times))
+    notes = decompose_gather_matmul(graph, options=NCCL, costs=costs, preview=lambda *_: next(times))
     assert next(times, None) is None  # both were looked at
     if gain > 0:
-        assert notes[0].startswith("predicted with 2 decomposed: ") and launches(graph) == {"permute": 2 * (RANKS - 1)}
+        assert notes[0].startswith("predicted with 2 decomposed: ") and launches(graph) == {"permute": 2 * (ranks - 1)}
         assert len(notes) == 2 and "2 all_gather of the step itself: decomposed" in notes[1]
     else:
         assert [note[:39] for note in notes[:2]] == [f"kept whole; predicted with {n} decomposed" for n in (1, 2)]
-        assert str(graph) == text and launches(graph) == kept
+        assert str(graph) == text and launches(graph) == {"all_gather": 2}
+
+
+@pytest.mark.parametrize(("ranks", "slower"), [(4, 1.01), (8, 1.0)])
+def test_what_is_hidden_is_not_tried_where_it_cannot_pay_or_others_lay_nothing_bare(ranks: int, slower: float):
+    costs = CostModel(hardware=COSTS.hardware, groups={"ring": GroupShape(ranks=ranks)})
+    b = RingBuilder(ranks, 512, 2048, torch.float32, "ring")  # two of three transfers are more than half of all
+    exposed, hidden = (b.gathered(b.take(512, 2048)) for _ in range(2))
+    graph = b.output(*(b.mm(gathered, b.take(2048, 2048)) for gathered in (exposed, hidden)))
+    timed = costs.timeline(graph)
+    before = replace(timed, stalls_us={exposed.args[0].name: 1e6, hidden.args[0].name: 0.0})
+    times = iter([before, replace(timed, time_us=timed.time_us * slower)])
+    notes = decompose_gather_matmul(graph, options=NCCL, costs=costs, preview=lambda *_: next(times))
+    assert sum(note.startswith("kept whole") for note in notes) == 1 and launches(graph) == {"all_gather": 2}
 
 
 def test_small_shards_stay_whole():
