@@ -74,7 +74,8 @@ class Read:
 class Written:
     """One place that a step assigned or deleted: what was there before the run, and the line.
 
-    ``value`` is what it wrote where that has been taken away again; else it is found there.
+    ``value`` is what it wrote where that has been taken away again; else it is found there. ``by`` is the file whose
+    code assigned it.
     """
 
     place: Place
@@ -82,7 +83,12 @@ class Written:
     line: str
     value: Any = None
     is_undone: bool = False
-    is_cache: bool = False  # of a module of torch's own, which fills it again where it is missing
+    by: str = ""
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it is of a layer of torch's own, which fills it again where it is missing."""
+        return self.by == _CACHING_FILE
 
 
 class StateReads:
@@ -136,7 +142,8 @@ class StateReads:
             self._note_outside()
             for place, value in reversed(self._swapped):
                 place.write(value)
-            containers, attributes = self.memos.restore_containers(self.reads, self.meet), self.classes.undo()
+            containers = self.memos.restore_containers(self.reads, self.written.values(), self.meet)
+            attributes = self.classes.undo()
             self.restored = containers or attributes
 
     @contextlib.contextmanager
@@ -246,9 +253,7 @@ class StateReads:
             return  # what the property's code assigns is seen
         place = self._place("slot" if _is_slot(static) else "attribute", owner, name)
         if place.identity not in self.written:
-            self.written[place.identity] = Written(
-                place=place, before=place.read(), line=user_line(), is_cache=_is_cached_by_torch()
-            )
+            self.written[place.identity] = Written(place=place, before=place.read(), line=user_line(), by=_writer())
 
     def _special(self, owner: Any, name: str, original: Callable[[Any, str], Any]) -> Any:
         value = original(owner, name)
@@ -461,12 +466,12 @@ def _asked_by_torch() -> bool:
     return frame.f_code.co_filename in _MODULE_FILES
 
 
-def _is_cached_by_torch() -> bool:
-    """Whether a layer of torch's own assigns what it fills again where that is missing."""
+def _writer() -> str:
+    """The file whose code assigns an attribute."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename in _OWN_FILES and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_filename == _CACHING_FILE
+    return frame.f_code.co_filename
 
 
 def _is_engines(value: Any) -> bool:
