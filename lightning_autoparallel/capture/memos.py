@@ -18,7 +18,7 @@ from lightning_autoparallel.contracts import CapturedGraph
 from lightning_autoparallel.errors import CaptureError
 
 if TYPE_CHECKING:
-    from lightning_autoparallel.capture.reads import Read, Written
+    from lightning_autoparallel.capture.reads import Read, StateReads, Written
 
 _MOST_OBJECTS = 10_000  # that an entry may lead to
 
@@ -35,6 +35,7 @@ class Memos:
         self._tables: dict[Any, tuple[Frozen, Frozen, str]] = {}  # before and after a run, and text, by place
         self._flags: dict[Any, tuple[Place, Any]] = {}  # with what was there before a run
         self._first: CapturedGraph | None = None
+        self._first_writes: frozenset[Any] = frozenset()  # places
 
     def restore(self) -> None:
         """All tables have the content again that they had before the first run."""
@@ -49,8 +50,10 @@ class Memos:
         self._flags.clear()
         self._first = None
 
-    def are_found(self, captured: CapturedGraph) -> bool:
+    def are_found(self, captured: CapturedGraph, reads: StateReads) -> bool:
         """Whether the step has found all that it remembers; else it is to be captured again, when it does.
+
+        ``reads`` know what its last run has written.
 
         Raises:
             CaptureError: it is another step where it does.
@@ -58,13 +61,13 @@ class Memos:
         if not self._tables:
             return True
         if self._first is None:
-            self._first = captured
+            self._first, self._first_writes = captured, self._writes(reads)
             for _, after, _ in self._tables.values():
                 after.restore()
             for place, _ in self._flags.values():
                 place.write(True)
             return False
-        if _are_one(self._first, captured):
+        if _are_one(self._first, captured) and self._writes(reads) == self._first_writes:
             self._forget()  # their content stays, and the first graph is let go of
             return True
         text = next(text for _, _, text in self._tables.values())
@@ -72,6 +75,12 @@ class Memos:
             f"{captured.name} changes {text} in place (or what it calls does) and then is another step, which would "
             "happen at capture only"
         )
+
+    def _writes(self, reads: StateReads) -> frozenset[Any]:
+        """Where the last run has written, but for flags: a first run's alone would be lost."""
+        attributes = {place for place, written in reads.written.items() if not written.is_cache}
+        containers = {made.place.identity for made, _ in reads.changed.values() if made.place is not None}
+        return frozenset(attributes | containers) - self._flags.keys()
 
     def restore_containers(
         self, reads: dict[Any, Read], written: Collection[Written], meet: Callable[[Any, str], None]

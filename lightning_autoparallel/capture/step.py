@@ -251,7 +251,7 @@ def capture_step(request: StepRequest) -> CapturedGraph:
         for _ in range(_MOST_STARTS):
             try:
                 captured = _capture(request)
-                if state.memos.are_found(captured):
+                if state.memos.are_found(captured, state.reads):
                     return captured
                 state.again()
             except StartOver as reason:

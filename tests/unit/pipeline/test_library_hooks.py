@@ -48,6 +48,16 @@ def otherwise_at_first(net, x):
     first = not getattr(net, "_hooked", False)
     return once(net, x) * (3.0 if first else 1.0)
 
+def once_with_a_note(net, x):
+    if not getattr(net, "_hooked", False):
+        net.calls = 7
+    return once(net, x)
+
+def once_with_an_entry(net, x):
+    if not getattr(net, "_hooked", False):
+        net.notes.append("hooked")
+    return once(net, x)
+
 def with_a_tensor(net, x):
     if not getattr(net, "_hooked", False):
         factor = x.detach().mean()
@@ -71,6 +81,7 @@ class Hooked(Net):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.hooked, self.calls = name, False, 0
+        self.notes: list[str] = []
 
     def step(self, x: Any, i: int) -> Any:
         import hooking
@@ -92,13 +103,24 @@ def test_hooks_of_the_first_call_stay_and_the_step_is_captured(name: str, librar
     assert captured.calls == plain.calls
 
 
-@pytest.mark.parametrize("name", ["at_every_call", "after_use", "otherwise_at_first", "with_a_tensor"])
+OTHERWISE = [
+    "at_every_call",
+    "after_use",
+    "otherwise_at_first",
+    "once_with_a_note",
+    "once_with_an_entry",
+    "with_a_tensor",
+]
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
 def test_what_makes_the_first_call_another_step_is_refused_and_forgotten(name: str, library: ModuleType) -> None:
     module = Hooked(name)
     before = module.hooks()
     with pytest.raises(CaptureError, match=r"changes .*_forward_hooks in place \(or what it calls does\)"):
         run_captured(module, Told())
     assert module.hooks() == before and "_hooked" not in vars(module)
+    assert module.calls == 0 and module.notes == []
 
 
 def test_hooks_of_the_users_own_are_not_taken_for_a_librarys(library: ModuleType) -> None:
